@@ -1,0 +1,201 @@
+"""The typed settings: one frozen tree, read from TOML, JSON, a mapping or the environment. Unknown keys are refused.
+
+Sizes (`*_bytes`) may be written as integers or as text such as "64MiB" or "1.5 GB".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from tierkv.errors import ConfigError
+from tierkv.types import SLOT_GRANULE_BYTES
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30, "t": 1 << 40, "tib": 1 << 40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
+MAX_TIER_BYTES = (1 << 32) * SLOT_GRANULE_BYTES - SLOT_GRANULE_BYTES
+
+PositiveBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_TIER_BYTES)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Admission = Literal["on-evict", "write-through", "second-touch"]
+"""When a block is written to a lower tier: as it is evicted from the tier above, as soon as it is saved, or as it is
+evicted and only if it was used again since it was saved."""
+Codec = Literal["none", "zstd", "zstd-planes"]
+
+
+class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The DRAM tier: one arena."""
+
+    capacity_bytes: PositiveBytes
+    """Bytes of the arena. Blocks are rounded up to 4 KiB."""
+    slab_bytes: PositiveBytes = 64 << 20
+    """The unit in which the arena is given to block sizes. The largest block must fit."""
+    shared: bool = False
+    """Use a memfd that other processes can map, instead of private memory."""
+    huge_pages: Literal["auto", "on", "off"] = "auto"
+    """auto: use them where the kernel grants them. on: refuse to start without."""
+    lock_memory: Literal["auto", "on", "off"] = "auto"
+    """mlock the arena. auto: try, and go on unlocked with a note where the limit forbids it."""
+    first_touch: Literal["background", "now", "never"] = "background"
+    """When the kernel maps the arena's pages."""
+
+
+class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The NVMe tier: a slot file and its catalog in a directory of its own."""
+
+    directory: str
+    """A directory on a local file system, made if it is missing."""
+    capacity_bytes: PositiveBytes
+    """Bytes of the slot file, preallocated."""
+    slab_bytes: PositiveBytes = 64 << 20
+    engine: Literal["auto", "io_uring", "threads"] = "auto"
+    """auto: io_uring where the kernel allows it, else a thread pool."""
+    queue_depth: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32
+    """Operations in flight at most."""
+    direct: Literal["auto", "on", "off"] = "auto"
+    """O_DIRECT. auto: where the file system allows it."""
+    sync: Literal["power", "process"] = "power"
+    """What a committed block survives: a power cut (fdatasync before each catalog commit), or a killed process."""
+    admission: Admission = "on-evict"
+
+
+class DfsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The shared tier: content-addressed files on any directory that several hosts mount."""
+
+    directory: str
+    """An existing directory on the shared file system, the same on all hosts. Files go under v1/."""
+    capacity_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Bytes of files at most, as this node counts them. None: no limit of ours."""
+    codec: Codec = "none"
+    codec_level: Annotated[int, msgspec.Meta(ge=-7, le=19)] = 1
+    threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    deadline_s: Seconds = 30.0
+    """A file operation that takes longer counts as lost; its thread is written off until it returns."""
+    direct: Literal["auto", "on", "off"] = "auto"
+    sync: bool = True
+    """fsync each file before it is published. Off is faster and trusts the file system with torn files (they are
+    found by the checksum and dropped)."""
+    admission: Admission = "write-through"
+    probe_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.05
+    """How long match() may wait to learn what other hosts wrote. 0: learn it in the background only."""
+    rescan_s: Seconds = 600.0
+    """How often the directory is listed for what other hosts wrote and removed."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A store: DRAM, and below it any of NVMe and a shared file system."""
+
+    dram: DramConfig
+    nvme: NvmeConfig | None = None
+    dfs: DfsConfig | None = None
+    eviction: Literal["lru", "lru-in-order", "fifo"] = "lru"
+    """lru: least recently used, the tail of a chain before its head."""
+    promote: Literal["on-hit", "never"] = "on-hit"
+    """Whether a block that was loaded from a lower tier is kept in DRAM."""
+    copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    load_threads: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    staging_bytes: PositiveBytes = 64 << 20
+    """Memory for blocks on their way to the caller when all of DRAM is in use."""
+    save_queue_blocks: Annotated[int, msgspec.Meta(ge=1)] = 16384
+    """Blocks that wait to be saved at most; more are dropped."""
+    save_queue_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
+    load_queue_blocks: Annotated[int, msgspec.Meta(ge=1)] = 65536
+    write_queue_blocks: Annotated[int, msgspec.Meta(ge=1)] = 16384
+    """Blocks that wait for write-through to a lower tier at most; more are left to eviction."""
+    save_timeout_s: Seconds = 60.0
+    """A block whose parts are not all in by then is dropped."""
+    load_timeout_s: Seconds = 30.0
+
+
+def parse_bytes(value: int | str, where: str = "size") -> int:
+    """Bytes from an integer or from text such as '64MiB'; ConfigError names `where`."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{where}: {value!r} is not a size: write an integer or text such as '64MiB'")
+    if isinstance(value, int):
+        return value
+    found = _SIZE.match(value)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ConfigError(f"{where}: {value!r} is not a size: write an integer or text such as '64MiB' or '1.5 GB'")
+    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+
+
+def _with_sizes(node: Any, where: str) -> Any:
+    if isinstance(node, Mapping):
+        converted = {}
+        for key, value in node.items():
+            place = f"{where}.{key}" if where else str(key)
+            if str(key).endswith("_bytes") and isinstance(value, str):
+                converted[key] = parse_bytes(value, place)
+            else:
+                converted[key] = _with_sizes(value, place)
+        return converted
+    return node
+
+
+def config_from_mapping(fields: Mapping[str, Any], source: str = "config") -> StoreConfig:
+    """Builds and checks a StoreConfig; ConfigError says which key of `source` is wrong."""
+    try:
+        config = msgspec.convert(_with_sizes(fields, ""), type=StoreConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    validate(config, source)
+    return config
+
+
+def validate(config: StoreConfig, source: str = "config") -> None:
+    """Checks what types cannot say; raises ConfigError."""
+    for name, tier in (("dram", config.dram), ("nvme", config.nvme)):
+        if tier is None:
+            continue
+        for field in ("capacity_bytes", "slab_bytes"):
+            value = getattr(tier, field)
+            if value % SLOT_GRANULE_BYTES or not 0 < value <= MAX_TIER_BYTES:
+                raise ConfigError(
+                    f"{source}: {name}.{field} is {value}: it must be a multiple of {SLOT_GRANULE_BYTES} and at most "
+                    f"{MAX_TIER_BYTES}"
+                )
+    if config.nvme is not None and not config.nvme.directory:
+        raise ConfigError(f"{source}: nvme.directory is empty: name a directory on a local file system")
+    if config.dfs is not None and not config.dfs.directory:
+        raise ConfigError(f"{source}: dfs.directory is empty: name a directory that all hosts mount")
+
+
+def load_config(path: str | os.PathLike[str]) -> StoreConfig:
+    """Reads a StoreConfig from a .toml or .json file."""
+    place = Path(path)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be read: {error.strerror}") from error
+    try:
+        fields = json.loads(text) if place.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place}: not valid {'JSON' if place.suffix == '.json' else 'TOML'}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{place}: a table of settings is needed at the top")
+    return config_from_mapping(fields, str(place))
+
+
+def config_from_environment(environment: Mapping[str, str] = os.environ) -> StoreConfig:
+    """Reads TIERKV_CONFIG, which holds a path or, when it starts with '{', the settings as JSON."""
+    value = environment.get("TIERKV_CONFIG", "")
+    if not value:
+        raise ConfigError("TIERKV_CONFIG is not set: set it to a .toml or .json file, or to the settings as JSON")
+    if value.lstrip().startswith("{"):
+        try:
+            return config_from_mapping(json.loads(value), "TIERKV_CONFIG")
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"TIERKV_CONFIG is not valid JSON: {error}") from error
+    return load_config(value)

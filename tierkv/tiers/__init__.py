@@ -1,0 +1,1 @@
+"""The tiers: one medium each, all behind the seam in base.py."""
