@@ -88,6 +88,10 @@ class Tier(Protocol):
         """
         ...
 
+    def available(self, space: Keyspace) -> int:
+        """How many slots allocate() could grant for blocks of `space` now."""
+        ...
+
     def free(self, space: Keyspace, hashes: HashArray, slots: SlotArray) -> None:
         """Forgets the blocks, durably where the medium is durable, and only then makes their slots free.
 
@@ -119,6 +123,10 @@ class Tier(Protocol):
 
     def probe(self, space: Keyspace, hashes: HashArray) -> BoolArray:
         """Which blocks the medium holds now, by asking it. May be slow; only shared tiers are asked."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Bytes of the slots (or files) that are taken."""
         ...
 
     def healthy(self) -> bool:
