@@ -179,10 +179,11 @@ def load_config(path: str | os.PathLike[str]) -> StoreConfig:
     """Reads a StoreConfig from a .toml or .json file."""
     place = Path(path)
     try:
-        text = place.read_text(encoding="utf-8")
+        data = place.read_bytes()
     except OSError as error:
         raise ConfigError(f"{place}: cannot be read: {error.strerror}") from error
     try:
+        text = data.decode("utf-8")
         fields = json.loads(text) if place.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ConfigError(f"{place}: not valid {'JSON' if place.suffix == '.json' else 'TOML'}: {error}") from error
