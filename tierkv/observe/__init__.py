@@ -1,0 +1,1 @@
+"""Insight for people: reports."""
