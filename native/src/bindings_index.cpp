@@ -1,0 +1,4 @@
+#include "bindings.hpp"
+namespace tierkv::bindings {
+void bind_index(nb::module_&) {}
+}
