@@ -76,9 +76,18 @@ class Index:
         """Releases one pin of each handle; entries of NO_SLOT are skipped. ValueError (nothing released) if a handle has none."""
 
     # Order of use.
-    def touch(self, space: int, hashes: _U8, tier_mask: int = 15, suffix_first: bool = True) -> None:
-        """Makes the blocks most recently used in the tiers of `tier_mask` that hold them and sets FLAG_REUSED;
-        suffix_first walks from the last block to the first, so that a chain loses its tail before its head."""
+    def touch(
+        self,
+        space: int,
+        hashes: _U8,
+        tier_mask: int = 15,
+        suffix_first: bool = True,
+        mark: bool = True,
+        move: bool = True,
+    ) -> None:
+        """Makes the blocks most recently used in the tiers of `tier_mask` that hold them (if `move`) and sets
+        FLAG_REUSED (if `mark`); suffix_first walks from the last block to the first, so that a chain loses its tail
+        before its head."""
     def victims(self, tier: int, size_class: int, count: int) -> tuple[_U32, _U32, _U32, _U8, _U8, _U8]:
         """Pins up to `count` of the least recently used ready, unpinned blocks of that class: ((k,) handle, (k,)
         slot, (k,) keyspace number, (k, 32) hash, (k,) flags, (k,) mask of all tiers that hold the block), oldest first."""

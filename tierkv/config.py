@@ -130,7 +130,9 @@ def parse_bytes(value: int | str, where: str = "size") -> int:
     found = _SIZE.match(value)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
-        raise ConfigError(f"{where}: {value!r} is not a size: write an integer or text such as '64MiB' or '1.5 GB'")
+        raise ConfigError(
+            f"{where}: {value!r} is not a size: write an integer or text such as '64MiB' or '1.5 GB'"
+        )
     return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
 
 
@@ -186,7 +188,9 @@ def load_config(path: str | os.PathLike[str]) -> StoreConfig:
         text = data.decode("utf-8")
         fields = json.loads(text) if place.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{place}: not valid {'JSON' if place.suffix == '.json' else 'TOML'}: {error}") from error
+        raise ConfigError(
+            f"{place}: not valid {'JSON' if place.suffix == '.json' else 'TOML'}: {error}"
+        ) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: a table of settings is needed at the top")
     return config_from_mapping(fields, str(place))
@@ -196,7 +200,9 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Stor
     """Reads TIERKV_CONFIG, which holds a path or, when it starts with '{', the settings as JSON."""
     value = environment.get("TIERKV_CONFIG", "")
     if not value:
-        raise ConfigError("TIERKV_CONFIG is not set: set it to a .toml or .json file, or to the settings as JSON")
+        raise ConfigError(
+            "TIERKV_CONFIG is not set: set it to a .toml or .json file, or to the settings as JSON"
+        )
     if value.lstrip().startswith("{"):
         try:
             return config_from_mapping(json.loads(value), "TIERKV_CONFIG")

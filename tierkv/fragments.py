@@ -39,9 +39,13 @@ class Fragments:
                 raise ArgumentError(f"Fragments.{name} must be a one-dimensional int64 array, got {value!r}")
             object.__setattr__(self, name, np.ascontiguousarray(value))
         if not len(self.bases) == len(self.strides) == len(self.lengths) or not len(self.bases):
-            raise ArgumentError("Fragments: bases, strides and lengths must have the same length, one or more")
+            raise ArgumentError(
+                "Fragments: bases, strides and lengths must have the same length, one or more"
+            )
         if (self.lengths < 1).any() or (self.bases == 0).any():
-            raise ArgumentError("Fragments: every piece needs a base address and a length of one byte or more")
+            raise ArgumentError(
+                "Fragments: every piece needs a base address and a length of one byte or more"
+            )
         if (self.block_ids < 0).any():
             raise ArgumentError("Fragments: block ids must not be negative")
 
@@ -89,9 +93,13 @@ def _describe(layer: Any, position: int) -> tuple[int, int, int, int]:
         address, itemsize, shape = layer.data_ptr(), layer.element_size(), tuple(layer.shape)
         strides = tuple(step * itemsize for step in layer.stride())
     else:
-        raise ArgumentError(f"layer {position} is a {type(layer).__name__}: a numpy array or torch tensor is needed")
+        raise ArgumentError(
+            f"layer {position} is a {type(layer).__name__}: a numpy array or torch tensor is needed"
+        )
     if len(shape) < 1 or 0 in shape:
-        raise ArgumentError(f"layer {position} has shape {tuple(shape)}: blocks must be the first dimension, none empty")
+        raise ArgumentError(
+            f"layer {position} has shape {tuple(shape)}: blocks must be the first dimension, none empty"
+        )
     expected = itemsize
     for size, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
         if size > 1 and step != expected:

@@ -60,7 +60,16 @@ class KeyspaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def validate(self) -> None:
         """Raises KeyspaceError that names the field when one is unresolved or out of range."""
-        for name in ("model", "revision", "kv_dtype", "layout", "group", "pipeline_stage", "hash_algorithm", "hash_seed"):
+        for name in (
+            "model",
+            "revision",
+            "kv_dtype",
+            "layout",
+            "group",
+            "pipeline_stage",
+            "hash_algorithm",
+            "hash_seed",
+        ):
             value = getattr(self, name)
             if not isinstance(value, str) or value.strip().lower() in _UNRESOLVED:
                 raise KeyspaceError(
@@ -68,14 +77,22 @@ class KeyspaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"since it changes a block's bytes or names"
                 )
         if not isinstance(self.block_tokens, int) or self.block_tokens < 1:
-            raise KeyspaceError(f"keyspace field 'block_tokens' is {self.block_tokens!r}: it must be 1 or more")
+            raise KeyspaceError(
+                f"keyspace field 'block_tokens' is {self.block_tokens!r}: it must be 1 or more"
+            )
         parts = self.part_bytes
         if not 1 <= len(parts) <= MAX_PARTS:
-            raise KeyspaceError(f"keyspace field 'part_bytes' has {len(parts)} parts: 1 to {MAX_PARTS} are possible")
+            raise KeyspaceError(
+                f"keyspace field 'part_bytes' has {len(parts)} parts: 1 to {MAX_PARTS} are possible"
+            )
         if any(not isinstance(size, int) or size < 1 for size in parts):
-            raise KeyspaceError(f"keyspace field 'part_bytes' is {parts!r}: every part must have 1 byte or more")
+            raise KeyspaceError(
+                f"keyspace field 'part_bytes' is {parts!r}: every part must have 1 byte or more"
+            )
         if self.block_bytes > MAX_BLOCK_BYTES:
-            raise KeyspaceError(f"keyspace field 'part_bytes' sums to {self.block_bytes}: at most {MAX_BLOCK_BYTES}")
+            raise KeyspaceError(
+                f"keyspace field 'part_bytes' sums to {self.block_bytes}: at most {MAX_BLOCK_BYTES}"
+            )
         for key, value in self.extra.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise KeyspaceError(f"keyspace field 'extra' has {key!r}: {value!r}: both must be text")
@@ -147,7 +164,14 @@ def pack_hashes(hashes: Iterable[bytes]) -> HashArray:
 
 def as_hash_array(hashes: Any) -> HashArray:
     """Checks that `hashes` is an (n, 32) uint8 array and makes it C-contiguous; copies only if it must."""
-    if not isinstance(hashes, np.ndarray) or hashes.dtype != np.uint8 or hashes.ndim != 2 or hashes.shape[1] != HASH_BYTES:
+    if (
+        not isinstance(hashes, np.ndarray)
+        or hashes.dtype != np.uint8
+        or hashes.ndim != 2
+        or hashes.shape[1] != HASH_BYTES
+    ):
         found = f"{hashes.dtype} {hashes.shape}" if isinstance(hashes, np.ndarray) else type(hashes).__name__
-        raise ArgumentError(f"hashes must be an (n, {HASH_BYTES}) uint8 array, got {found}: use tierkv.pack_hashes")
+        raise ArgumentError(
+            f"hashes must be an (n, {HASH_BYTES}) uint8 array, got {found}: use tierkv.pack_hashes"
+        )
     return np.ascontiguousarray(hashes)

@@ -31,7 +31,9 @@ def bit(tier: TierKind) -> int:
     return 1 << int(tier)
 
 
-def admitted_on_eviction(admission: Admission, target: TierKind, masks: UInt8Array, flags: UInt8Array) -> BoolArray:
+def admitted_on_eviction(
+    admission: Admission, target: TierKind, masks: UInt8Array, flags: UInt8Array
+) -> BoolArray:
     """Which evicted blocks are written to `target`: (n,) bool from their masks of tiers and flags."""
     missing = (masks & bit(target)) == 0
     if admission == "second-touch":

@@ -38,6 +38,8 @@ class TierKind(IntEnum):
 
 
 TIER_COUNT = 4
+ALL_TIERS = (1 << TIER_COUNT) - 1
+"""The mask of all tiers."""
 
 
 class BlockStatus(IntEnum):

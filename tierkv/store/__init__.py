@@ -1,0 +1,6 @@
+"""The store: the only place that joins index, tiers and placement. See facade.py for what callers use."""
+
+from tierkv.store.facade import Lease, Match, Query, Store
+from tierkv.store.statistics import StoreStats, TierStats
+
+__all__ = ["Lease", "Match", "Query", "Store", "StoreStats", "TierStats"]

@@ -1,0 +1,262 @@
+"""Core: what the parts of a store share. The index, the tiers, the keyspaces, and the flow of freed slots.
+
+Ownership: a slot belongs to the index from the moment a residency is made with it; when that residency ends, the
+slot comes back through take_freed() and drain() gives it to its tier. A slot that was allocated but not accepted by
+the index belongs to whoever allocated it.
+
+Thread safety: all methods may be called from any thread. `changed` is notified whenever a transfer ends or room is
+made; whoever waits on it waits with a deadline and looks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from tierkv._native import CopyPool, Index
+from tierkv.clock import Clock
+from tierkv.config import Admission, StoreConfig
+from tierkv.errors import ConfigError, KeyspaceError
+from tierkv.jobs import Job
+from tierkv.keys import Keyspace, KeyspaceSpec
+from tierkv.memory import Arena, SlotMap, slot_bytes_for
+from tierkv.store.statistics import Counters
+from tierkv.tiers.base import Batch, Tier
+from tierkv.tiers.dram import DramTier
+from tierkv.types import ALL_TIERS, BoolArray, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
+
+log = logging.getLogger("tierkv.store")
+
+LOOKUP_ORDER = bytes([TierKind.DRAM, TierKind.NVME, TierKind.DFS])
+_MAX_CLASSES = 255
+
+
+class Core:
+    """Shared state of a store's parts."""
+
+    def __init__(self, config: StoreConfig, clock: Clock, lower: dict[TierKind, Tier]) -> None:
+        self.config = config
+        self.clock = clock
+        self.index = Index()
+        self.pool = CopyPool(config.copy_threads)
+        self.counters = Counters()
+        self.dram = DramTier(config.dram, copy_pool=self.pool)
+        self.lower = lower
+        """The tiers below DRAM, fastest first."""
+        self.tiers: dict[TierKind, Tier] = {TierKind.DRAM: self.dram, **lower}
+        self.staging = Staging(config.staging_bytes)
+        self.changed = threading.Condition()
+        self.closing = threading.Event()
+        self._janitor: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._spaces_lock = threading.Lock()
+        self._by_digest: dict[bytes, Keyspace] = {}
+        self._by_number: dict[int, Keyspace] = {}
+        self._epochs: dict[int, int] = {}
+        self._classes: dict[int, int] = {}
+        self._drain_locks = {kind: threading.Lock() for kind in TierKind}
+
+    # Keyspaces
+
+    def register(self, spec: KeyspaceSpec) -> Keyspace:
+        """The keyspace of `spec`, the same object each time."""
+        spec.validate()
+        digest = spec.digest()
+        with self._spaces_lock:
+            space = self._by_digest.get(digest)
+            if space is None:
+                self._class_of(slot_bytes_for(spec.block_bytes))
+                space = Keyspace(spec, digest, len(self._by_number) + 1)
+                self._by_digest[digest] = space
+                self._by_number[space.number] = space
+                self._epochs[space.number] = 0
+            return space
+
+    def check_space(self, space: Keyspace) -> None:
+        """Raises KeyspaceError if `space` was not opened by this store."""
+        if not isinstance(space, Keyspace) or self._by_number.get(space.number) is not space:
+            raise KeyspaceError(
+                f"{space} was not opened by this store: use the Keyspace that Store.open() returned"
+            )
+
+    def space(self, number: int) -> Keyspace:
+        return self._by_number[number]
+
+    def spaces(self) -> list[Keyspace]:
+        with self._spaces_lock:
+            return list(self._by_number.values())
+
+    def epoch(self, space: Keyspace) -> int:
+        """Grows each time the keyspace is cleared: what was submitted before must not be stored after."""
+        return self._epochs[space.number]
+
+    def new_epoch(self, space: Keyspace) -> None:
+        with self._spaces_lock:
+            self._epochs[space.number] += 1
+
+    def _class_of(self, slot_bytes: int) -> int:
+        found = self._classes.get(slot_bytes)
+        if found is None:
+            if len(self._classes) >= _MAX_CLASSES:
+                raise ConfigError(
+                    f"a store holds at most {_MAX_CLASSES} different block sizes; {slot_bytes} is one more"
+                )
+            found = self._classes[slot_bytes] = len(self._classes)
+        return found
+
+    def size_class(self, space: Keyspace) -> int:
+        """The number of the keyspace's slot size in the index."""
+        return self._classes[slot_bytes_for(space.block_bytes)]
+
+    def class_count(self) -> int:
+        """How many different slot sizes are in use."""
+        return len(self._classes)
+
+    def admission(self, kind: TierKind) -> Admission:
+        """When blocks are written to a lower tier."""
+        tier = self.config.nvme if kind is TierKind.NVME else self.config.dfs
+        assert tier is not None  # only configured tiers are asked for
+        return tier.admission
+
+    def touch(self, space: Keyspace, hashes: HashArray, *, reused: bool, mask: int = ALL_TIERS) -> None:
+        """Makes the blocks most recently used, in the order that the eviction policy has; `reused` also marks them as
+        used again, which second-touch admission asks for."""
+        order = self.config.eviction
+        self.index.touch(space.number, hashes, mask, order == "lru", mark=reused, move=order != "fifo")
+
+    # Slots
+
+    def drain(self, kind: TierKind) -> None:
+        """Gives the slots that the index freed back to their tier. May commit to a catalog: movers' threads only."""
+        tier = self.tiers.get(kind)
+        if tier is None:
+            return
+        with self._drain_locks[kind]:
+            slots, spaces, hashes, _ = self.index.take_freed(kind)
+            if not len(slots):
+                return
+            if kind is TierKind.DRAM:
+                self.dram.slot_map.free(slots)
+            elif not tier.info.shared:
+                for space, where in self.by_space(spaces):
+                    tier.free(space, hashes[where], slots[where])
+            # A shared tier's files are other nodes' too: only eviction and remove() delete them, explicitly.
+        self.announce()
+
+    def by_space(self, spaces: UInt32Array) -> Iterator[tuple[Keyspace, np.ndarray]]:
+        """Groups positions by keyspace number: (keyspace, positions in ascending order)."""
+        for number in np.unique(spaces).tolist():
+            yield self._by_number[number], np.flatnonzero(spaces == number)
+
+    def announce(self) -> None:
+        """Wakes whoever waits for room or for a transfer."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def expire(self) -> None:
+        """Ends leases and unfinished blocks whose deadline has passed."""
+        leases, pending = self.index.expire(self.clock.monotonic_s())
+        if pending:
+            self.counters.add("dropped", pending)
+        if leases or pending:
+            self.drain(TierKind.DRAM)
+            self.announce()
+
+    # Transfers
+
+    def write(self, kind: TierKind, batch: Batch, timeout_s: float) -> tuple[Job, bool]:
+        """Writes a batch to a tier and waits for it: (job, whether it was done in time)."""
+        self.counters.begin(kind, "write")
+        job = self.tiers[kind].submit_write(batch)
+        job.add_done_callback(lambda done: self._written(kind, batch, done))
+        return job, job.wait(timeout_s)
+
+    def _written(self, kind: TierKind, batch: Batch, job: Job) -> None:
+        self.counters.end(kind, "write")
+        good = job.status == 0
+        self.counters.add_tier(
+            kind, written_blocks=int(np.count_nonzero(good)), written_bytes=int(batch.lengths[good].sum())
+        )
+
+    def when_done(self, job: Job, action: Callable[[], None]) -> None:
+        """Runs `action` on the ticker's thread once the job is done: for transfers that outlived their deadline.
+
+        The job's callback itself runs on a thread of the tier, which must not wait for the tier.
+        """
+        job.add_done_callback(lambda _: self._janitor.put(action))
+
+    def tidy(self) -> None:
+        """Runs what when_done() has collected."""
+        while True:
+            try:
+                action = self._janitor.get_nowait()
+            except Empty:
+                return
+            try:
+                action()
+            except Exception:  # one transfer's clean-up must not keep the others from theirs
+                log.exception("cleaning up after a late transfer failed")
+
+    def batch(self, space: Keyspace, hashes: HashArray, slots: SlotArray, addresses: np.ndarray) -> Batch:
+        """A batch of whole blocks."""
+        return Batch(space, hashes, slots, addresses, np.full(len(hashes), space.block_bytes, np.int64))
+
+
+class Staging:
+    """Memory for blocks on their way, when DRAM has no room for them: aligned, slot-sized, mapped on first use."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = slot_bytes_for(size_bytes)
+        self._slots = SlotMap(self.size_bytes, self.size_bytes)
+        self._arena: Arena | None = None
+        self._lock = threading.Lock()
+
+    def allocate(self, space: Keyspace, count: int) -> tuple[SlotArray, np.ndarray]:
+        """Up to `count` buffers for blocks of `space`: ((k,) slot, (k,) address); k may be 0."""
+        with self._lock:
+            if self._arena is None:
+                self._arena = Arena.create(
+                    size_bytes=self.size_bytes, shared=False, huge_pages="auto", lock_memory="off", first_touch="never",
+                    name="staging",
+                )  # fmt: skip
+            slot_bytes = slot_bytes_for(space.block_bytes)
+            slots = self._slots.allocate(slot_bytes, min(count, self._slots.available(slot_bytes)))
+            assert slots is not None  # not more than available, under the lock
+            return slots, self._arena.addresses(slots)
+
+    def free(self, slots: SlotArray) -> None:
+        with self._lock:
+            self._slots.free(slots)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
+
+
+def wait_for_change(core: Core, deadline_s: float, longest_s: float = 0.05) -> bool:
+    """Waits until something changes, at most `longest_s`; False when time.monotonic() has passed `deadline_s`.
+
+    Real time, not the injected clock: these waits are for threads and devices.
+    """
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        return False
+    with core.changed:
+        core.changed.wait(min(left_s, longest_s))
+    return True
+
+
+def select(mask: BoolArray | np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays' rows at `mask`, C-contiguous."""
+    return tuple(np.ascontiguousarray(array[mask]) for array in arrays)
+
+
+def u8(value: int, count: int) -> UInt8Array:
+    """(count,) uint8 of one value."""
+    return np.full(count, value, np.uint8)

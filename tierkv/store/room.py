@@ -1,0 +1,377 @@
+"""Room: makes room in a tier by evicting what placement chose, writing it to the next tier where that is wanted.
+
+Eviction pins its victims, so they stay loadable until their copy below is committed; only then is the upper copy
+erased. A victim whose write fails is dropped: it is a cache. Nothing leased, loading or saving is ever a victim.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv import placement
+from tierkv.jobs import Job
+from tierkv.keys import Keyspace
+from tierkv.memory import slot_bytes_for
+from tierkv.store.core import Core, log, select, wait_for_change
+from tierkv.types import BlockStatus, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
+
+_CHUNK_BLOCKS = 128
+_CHUNK_BYTES = 128 << 20
+_STAGED_BLOCKS = 16
+_NO_SLOTS = np.empty(0, np.uint32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Victims:
+    """Pinned residencies, least recently used first."""
+
+    handles: UInt32Array
+    slots: SlotArray
+    spaces: UInt32Array
+    hashes: HashArray
+    flags: UInt8Array
+    masks: UInt8Array
+
+    def at(self, positions: np.ndarray) -> Victims:
+        return Victims(
+            *select(positions, self.handles, self.slots, self.spaces, self.hashes, self.flags, self.masks)
+        )
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+
+class Room:
+    """Allocation with eviction, for every tier."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._moving = 0
+        self._ahead_wanted = threading.Event()
+        self._ahead = threading.Thread(target=self._run_ahead, name="tierkv-ahead", daemon=True)
+        self._ahead.start()
+
+    # Who is at work: an allocation that finds everything pinned waits only while somebody may unpin something.
+
+    def enter(self) -> None:
+        """A transfer that pins blocks for a while begins."""
+        with self._lock:
+            self._moving += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._moving -= 1
+        self._core.announce()
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        """Waits until no transfer is under way; False at the deadline (time.monotonic())."""
+        while self._moving:
+            if not wait_for_change(self._core, deadline_s):
+                return False
+        return True
+
+    def allocate(
+        self,
+        kind: TierKind,
+        space: Keyspace,
+        count: int,
+        *,
+        deadline_s: float,
+        may_write: bool = True,
+        patient: bool = True,
+    ) -> SlotArray:
+        """Up to `count` slots for blocks of `space`, evicting where needed; fewer, or none, where that is impossible.
+
+        may_write=False evicts only what needs no writing below, so it does not wait for a medium; patient=False does
+        not wait for what other transfers have pinned. `deadline_s` is of time.monotonic().
+        """
+        core, tier = self._core, self._core.tiers[kind]
+        count = min(count, tier.info.capacity_bytes // slot_bytes_for(space.block_bytes))
+        try:
+            while count > 0:
+                core.drain(kind)
+                slots = tier.allocate(space, count)
+                if slots is not None:
+                    return slots
+                missing = count - tier.available(space)
+                if missing > 0 and self._evict(kind, space, missing, may_write, deadline_s):
+                    continue
+                waits = patient and may_write and self._moving > 0
+                if missing > 0 and waits and wait_for_change(core, deadline_s):
+                    continue
+                count = min(count, tier.available(space))
+            return _NO_SLOTS
+        finally:
+            if kind is TierKind.DRAM:
+                self._ahead_wanted.set()
+
+    def _evict(self, kind: TierKind, space: Keyspace, count: int, may_write: bool, deadline_s: float) -> int:
+        """Evicts about `count` blocks of the keyspace's slot size, or a slab of another one; returns how many."""
+        index, own = self._core.index, self._core.size_class(space)
+        victims = self._slab_of_others(kind, own, can_evict_own=True)
+        if victims is None:
+            victims = Victims(*index.victims(kind, own, count))
+            if not len(victims):
+                victims = self._slab_of_others(kind, own, can_evict_own=False)
+        if victims is None or not len(victims):
+            return 0
+        return self._dispose(kind, victims, may_write, deadline_s)
+
+    def _slab_of_others(self, kind: TierKind, own: int, *, can_evict_own: bool) -> Victims | None:
+        """All blocks of the slab that another block size should give up, or None."""
+        core = self._core
+        slot_map = getattr(core.tiers[kind], "slot_map", None)
+        if slot_map is None or core.class_count() < 2:
+            return None
+        classes, ages, slots = core.index.oldest(kind)
+        position = placement.slab_to_steal(own, classes, ages, can_evict_own)
+        if position is None:
+            return None
+        in_slab = slot_map.slab_slots(int(slots[position]))
+        victims = Victims(*core.index.in_slots(kind, np.sort(in_slab)))
+        if not len(victims) or (len(victims) < len(in_slab) and can_evict_own):
+            core.index.release(
+                victims.handles
+            )  # a pinned block keeps its slab: evict of the own size instead
+            return None
+        return victims
+
+    def target(self, kind: TierKind) -> TierKind | None:
+        """The tier that takes what is evicted from `kind`: the next lower one that accepts writes."""
+        for lower, tier in self._core.lower.items():
+            if lower > kind and tier.healthy():
+                return lower
+        return None
+
+    def _dispose(self, kind: TierKind, victims: Victims, may_write: bool, deadline_s: float) -> int:
+        core = self._core
+        target = self.target(kind)
+        wanted = np.zeros(len(victims), np.bool_)
+        if target is not None:
+            admission = core.admission(target)
+            wanted = placement.admitted_on_eviction(admission, target, victims.masks, victims.flags)
+        gone = victims.at(~wanted)
+        if len(gone):
+            self._drop(kind, gone)
+        if not wanted.any():
+            return len(gone)
+        dirty = victims.at(wanted)
+        if not may_write or target is None:
+            core.index.release(dirty.handles)
+            return len(gone)
+        return len(gone) + self._demote(kind, target, dirty, deadline_s)
+
+    def _drop(self, kind: TierKind, victims: Victims) -> None:
+        """Erases copies that need no writing: they are below already, or not worth keeping."""
+        core = self._core
+        below = sum(placement.bit(lower) for lower in core.lower if lower > kind)
+        for space, where in core.by_space(victims.spaces):
+            if below:
+                # A block that comes back down is as recent below as one that is written now.
+                newest_first = np.ascontiguousarray(victims.hashes[where[::-1]])
+                core.touch(space, newest_first, reused=False, mask=below)
+            if core.tiers[kind].info.shared:
+                core.tiers[kind].free(
+                    space, np.ascontiguousarray(victims.hashes[where]), victims.slots[where]
+                )
+        core.index.erase(victims.handles)
+        core.counters.add_tier(kind, evicted_blocks=len(victims))
+
+    def _demote(self, kind: TierKind, target: TierKind, victims: Victims, deadline_s: float) -> int:
+        """Writes pinned victims to `target`, then erases them from `kind`; returns how many left."""
+        left = 0
+        for space, where in self._core.by_space(victims.spaces):
+            step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+            for start in range(0, len(where), step):
+                left += self._demote_chunk(
+                    kind, target, space, victims.at(where[start : start + step]), deadline_s
+                )
+        return left
+
+    def _demote_chunk(
+        self, kind: TierKind, target: TierKind, space: Keyspace, victims: Victims, deadline_s: float
+    ) -> int:
+        """Writes a chunk down and erases it above; returns how many are gone now (late ones go later)."""
+        core = self._core
+        self.enter()
+        try:
+            if kind is TierKind.DRAM:
+                addresses = core.dram.addresses(victims.slots)
+                stored = self.copy_down(target, space, victims, addresses, deadline_s, unpin=core.index.erase)
+                gone = 0 if stored is None else len(victims)
+                if gone:
+                    core.index.erase(victims.handles)
+            else:
+                gone = self._demote_through_staging(kind, target, space, victims, deadline_s)
+            core.counters.add_tier(kind, evicted_blocks=len(victims))
+            core.drain(kind)
+            return gone
+        finally:
+            self.leave()
+
+    def _demote_through_staging(
+        self, kind: TierKind, target: TierKind, space: Keyspace, victims: Victims, deadline_s: float
+    ) -> int:
+        """The same from a tier that is not memory: each piece is read into staging, and written from there."""
+        core, gone, start = self._core, 0, 0
+        while start < len(victims):
+            buffers, addresses = core.staging.allocate(space, min(_STAGED_BLOCKS, len(victims) - start))
+            if not len(buffers):
+                if wait_for_change(core, deadline_s):
+                    continue
+                core.index.erase(victims.handles[start:])  # staging is busy with loads, which go first
+                return gone + len(victims) - start
+            piece = victims.at(np.arange(start, start + len(buffers)))
+            start += len(buffers)
+            gone += self._demote_piece(kind, target, space, piece, buffers, addresses, deadline_s)
+        return gone
+
+    def _demote_piece(
+        self,
+        kind: TierKind,
+        target: TierKind,
+        space: Keyspace,
+        piece: Victims,
+        buffers: SlotArray,
+        addresses: np.ndarray,
+        deadline_s: float,
+    ) -> int:
+        core = self._core
+
+        def free_buffers() -> None:
+            core.staging.free(buffers)
+
+        job = core.tiers[kind].submit_read(core.batch(space, piece.hashes, piece.slots, addresses))
+        if not job.wait(max(0.0, deadline_s - time.monotonic())):
+
+            def give_up() -> None:
+                core.index.erase(piece.handles)
+                free_buffers()
+
+            core.when_done(job, give_up)
+            return 0
+        readable = job.status == BlockStatus.OK
+        core.index.erase(piece.handles[~readable])
+        good = piece.at(readable)
+        stored = self.copy_down(
+            target, space, good, addresses[readable], deadline_s, unpin=core.index.erase, end=free_buffers
+        )
+        if stored is None:
+            return len(piece) - len(good)
+        core.index.erase(good.handles)
+        return len(piece)
+
+    def copy_down(
+        self,
+        target: TierKind,
+        space: Keyspace,
+        source: Victims,
+        addresses: np.ndarray,
+        deadline_s: float,
+        unpin: Callable[[UInt32Array], None],
+        end: Callable[[], None] = lambda: None,
+    ) -> int | None:
+        """Writes pinned blocks from memory into `target` and makes them known there: how many were stored.
+
+        None: the write did not end by the deadline; then unpin(handles) and end() are called when it does end.
+        Otherwise end() has been called and the pins are still the caller's.
+        """
+        core = self._core
+
+        slots = _NO_SLOTS
+        if len(source):
+            slots = self.allocate(target, space, len(source), deadline_s=deadline_s, patient=False)
+        if not len(slots):
+            end()
+            return 0
+        chosen = source.at(
+            np.arange(len(source) - len(slots), len(source))
+        )  # the most recent ones, if not all fit
+        addresses = np.ascontiguousarray(addresses[len(source) - len(slots) :])
+        batch = core.batch(space, chosen.hashes, slots, addresses)
+        job, in_time = core.write(target, batch, max(0.0, deadline_s - time.monotonic()))
+        if in_time:
+            stored = self._adopt(target, space, chosen, slots, job)
+            end()
+            return stored
+
+        def finish_late() -> None:
+            self._adopt(target, space, chosen, slots, job)
+            unpin(source.handles)
+            core.drain(TierKind.DRAM)
+            end()
+            core.announce()
+
+        log.warning(
+            "%s: a write of %d blocks is late; it goes on in the background",
+            core.tiers[target].info.name,
+            len(slots),
+        )
+        core.when_done(job, finish_late)
+        return None
+
+    def _adopt(self, target: TierKind, space: Keyspace, source: Victims, slots: SlotArray, job: Job) -> int:
+        """Makes the blocks that were written known in `target`, and frees the slots of those that were not."""
+        core, tier = self._core, self._core.tiers[target]
+        written = np.flatnonzero(job.status == BlockStatus.OK)[
+            ::-1
+        ]  # attach() makes the first the most recent
+        handles, taken, hashes = select(written, source.handles, slots, source.hashes)
+        accepted = core.index.attach(handles, target, taken, core.size_class(space))
+        if not accepted.all():
+            refused = ~accepted
+            if tier.info.shared:
+                # Known there already (leave the file) or removed meanwhile (delete it).
+                refused &= (core.index.lookup(space.number, hashes) & placement.bit(target)) == 0
+            if refused.any():
+                tier.free(space, *select(refused, hashes, taken))
+        failed = job.status != BlockStatus.OK
+        if failed.any():
+            tier.free(space, *select(failed, source.hashes, slots))
+        return int(np.count_nonzero(accepted))
+
+    # Room ahead of need
+
+    def _run_ahead(self) -> None:
+        core = self._core
+        while not core.closing.is_set():
+            self._ahead_wanted.wait(1.0)
+            self._ahead_wanted.clear()
+            if core.closing.is_set() or self.target(TierKind.DRAM) is None:
+                continue
+            try:
+                self._make_ahead()
+            except Exception:  # the thread must survive; allocations still evict for themselves
+                log.exception("making room ahead failed")
+
+    def _make_ahead(self) -> None:
+        core = self._core
+        seen: set[int] = set()
+        for space in core.spaces():
+            slot_bytes = slot_bytes_for(space.block_bytes)
+            if slot_bytes in seen:
+                continue
+            seen.add(slot_bytes)
+            wanted = int(core.dram.slot_map.capacity_slots(slot_bytes) * core.config.dram.free_ahead)
+            while not core.closing.is_set():
+                core.drain(TierKind.DRAM)
+                missing = wanted - core.dram.available(space)
+                if missing <= 0:
+                    break
+                victims = Victims(
+                    *core.index.victims(TierKind.DRAM, core.size_class(space), min(missing, _CHUNK_BLOCKS))
+                )
+                deadline_s = time.monotonic() + core.config.save_timeout_s
+                if not len(victims) or not self._dispose(TierKind.DRAM, victims, True, deadline_s):
+                    break
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the background thread; core.closing must be set."""
+        self._ahead_wanted.set()
+        self._ahead.join(timeout_s)

@@ -1,0 +1,172 @@
+"""Writers: copy blocks from DRAM to lower tiers in the background, as they are saved or when the store is flushed.
+
+One thread a lower tier, so that a slow shared file system does not hold the NVMe up. The queues are bounded; what
+does not fit is left to eviction, which writes it then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import numpy as np
+
+from tierkv import placement
+from tierkv.keys import Keyspace
+from tierkv.memory import slot_bytes_for
+from tierkv.store.core import Core, log, select
+from tierkv.store.room import Room, Victims
+from tierkv.types import NO_SLOT, HashArray, TierKind, UInt32Array
+
+_CHUNK_BLOCKS = 128
+_CHUNK_BYTES = 128 << 20
+_DRAM_ONLY = bytes([TierKind.DRAM])
+
+
+class Writers:
+    """Write-through to every lower tier whose admission asks for it."""
+
+    def __init__(self, core: Core, room: Room) -> None:
+        self._core = core
+        self._room = room
+        self._writers = [
+            _Writer(core, room, kind) for kind in core.lower if core.admission(kind) == "write-through"
+        ]
+
+    def saved(self, space: Keyspace, hashes: HashArray) -> None:
+        """Blocks that were just saved (some may still lack parts)."""
+        for writer in self._writers:
+            writer.submit(space, hashes)
+
+    @property
+    def queued_blocks(self) -> int:
+        return sum(writer.queued_blocks for writer in self._writers)
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        """Waits until nothing is queued or being written; False at the deadline (time.monotonic())."""
+        return all(writer.wait_idle(deadline_s) for writer in self._writers)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Writes what DRAM holds and the next healthy tier lacks; False if some could not be written in time."""
+        core, after = self._core, NO_SLOT
+        complete = True
+        while core.lower:
+            target = self._room.target(TierKind.DRAM)
+            if target is None or time.monotonic() >= deadline_s:
+                return False
+            found = Victims(*core.index.lacking(TierKind.DRAM, target, _CHUNK_BLOCKS, after))
+            if not len(found):
+                return complete
+            after = int(found.handles[-1])
+            for space, where in core.by_space(found.spaces):
+                complete &= copy_chunks(core, self._room, target, space, found.at(where), deadline_s) == len(
+                    where
+                )
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads; core.closing must be set."""
+        deadline_s = time.monotonic() + timeout_s
+        for writer in self._writers:
+            writer.close(max(0.0, deadline_s - time.monotonic()))
+
+
+def copy_chunks(
+    core: Core, room: Room, target: TierKind, space: Keyspace, pinned: Victims, deadline_s: float
+) -> int:
+    """Writes pinned DRAM blocks to `target` and releases their pins; returns how many were stored."""
+    stored = 0
+    step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+    for start in range(0, len(pinned), step):
+        chunk = pinned.at(np.arange(start, min(start + step, len(pinned))))
+        room.enter()
+        try:
+            addresses = core.dram.addresses(chunk.slots)
+            copied = room.copy_down(target, space, chunk, addresses, deadline_s, unpin=core.index.release)
+            if copied is not None:
+                core.index.release(chunk.handles)
+                stored += copied
+        finally:
+            room.leave()
+    core.drain(TierKind.DRAM)
+    return stored
+
+
+class _Writer:
+    def __init__(self, core: Core, room: Room, kind: TierKind) -> None:
+        self._core = core
+        self._room = room
+        self._kind = kind
+        self._condition = threading.Condition()
+        self._queue: deque[tuple[Keyspace, HashArray]] = deque()
+        self.queued_blocks = 0
+        self._running = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"tierkv-write-{kind.name.lower()}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, space: Keyspace, hashes: HashArray) -> None:
+        with self._condition:
+            accepted = min(len(hashes), self._core.config.write_queue_blocks - self.queued_blocks)
+            if accepted > 0 and not self._core.closing.is_set():
+                self._queue.append((space, hashes[:accepted]))
+                self.queued_blocks += accepted
+                self._condition.notify_all()
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: not self._queue and not self._running, max(0.0, deadline_s - time.monotonic())
+            )
+
+    def _run(self) -> None:
+        core = self._core
+        while True:
+            with self._condition:
+                while not self._queue:
+                    if core.closing.is_set():
+                        return
+                    self._condition.wait(1.0)
+                space, hashes = self._queue.popleft()
+                self._running = True
+            try:
+                if not core.closing.is_set() and core.tiers[self._kind].healthy():
+                    self._write(space, hashes)
+            except Exception:  # the thread must survive; eviction writes what this could not
+                log.exception("writing through to %s failed", core.tiers[self._kind].info.name)
+            finally:
+                with self._condition:
+                    self.queued_blocks -= len(hashes)
+                    self._running = False
+                    self._condition.notify_all()
+
+    def _write(self, space: Keyspace, hashes: HashArray) -> None:
+        core = self._core
+        step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+        for start in range(0, len(hashes), step):
+            chunk = np.ascontiguousarray(hashes[start : start + step])
+            lacking = (core.index.lookup(space.number, chunk) & placement.bit(self._kind)) == 0
+            chunk = np.ascontiguousarray(chunk[lacking])
+            pinned = _pin(core, space, chunk)
+            if len(pinned):
+                deadline_s = time.monotonic() + core.config.save_timeout_s
+                copy_chunks(core, self._room, self._kind, space, pinned, deadline_s)
+
+    def close(self, timeout_s: float) -> None:
+        with self._condition:
+            self._queue.clear()
+            self.queued_blocks = 0 if not self._running else self.queued_blocks
+            self._condition.notify_all()
+        self._thread.join(timeout_s)
+
+
+def _pin(core: Core, space: Keyspace, hashes: HashArray) -> Victims:
+    """Pins those of the blocks that are whole in DRAM, the last one first as eviction would have them."""
+    _, slots, _, handles = core.index.acquire(space.number, hashes, _DRAM_ONLY)
+    there = np.flatnonzero(handles != NO_SLOT)[::-1]
+    numbers: UInt32Array = np.full(len(there), space.number, np.uint32)
+    nothing = np.zeros(len(there), np.uint8)
+    handles, slots, hashes = select(there, handles, slots, hashes)
+    return Victims(handles, slots, numbers, hashes, nothing, nothing)
