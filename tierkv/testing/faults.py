@@ -2,13 +2,14 @@
 
 The faults, and what each part must survive:
 
-IO_ERROR (EIO, EMFILE)  The tier reports IO_ERROR for those blocks alone. The store answers those loads IO_ERROR
-                        or from another tier, drops the copy of a failed write and keeps the rest readable.
+IO_ERROR (EIO, EMFILE)  The tier reports IO_ERROR for those blocks alone. The store answers those loads
+                        IO_ERROR or from another tier, drops the copy of a failed write, and keeps the
+                        rest readable.
 NO_SPACE (ENOSPC)       The tier reports NO_SPACE for those blocks alone. The store frees their slots, goes on
                         reading, and writes again once it heals.
 STALL                   Nothing happens until release(); then the operation is really done. The store answers
-                        TIMEOUT at the load's deadline, keeps its pins until the end, and never lets a load wait
-                        behind a stalled save.
+                        TIMEOUT at the load's deadline, keeps its pins until the end, and never lets a load
+                        wait behind a stalled save.
 LATE                    The medium is done, but says so only at release(). The same, and no byte that arrived
                         after a deadline is trusted.
 LOST                    No answer until close(), then CANCELLED. The store settles its own jobs at their
@@ -19,9 +20,9 @@ FLIPPED (bit rot)       The tier reports OK, but one bit changes on the medium. 
 REFUSE                  allocate() answers None. The store evicts and asks again, or drops the save; it never
                         fails or blocks the caller.
 
-An I/O engine (FaultyBlockIO) has all but REFUSE, with the same meaning for operations on a file: the tier above
-must report the block's fault and leave nothing of it behind, and its checksums must find what TORN and FLIPPED
-did.
+An I/O engine (FaultyBlockIO) has all but REFUSE, with the same meaning for operations on a file: the tier
+above must report the block's fault and leave nothing of it behind, and its checksums must find what TORN and
+FLIPPED did.
 
 Thread safety: everything may be called from any thread. Tests order events with wait_held() and release(),
 never with sleeps.

@@ -20,10 +20,10 @@ import numpy as np
 from tierkv.errors import ClosedError
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec
+from tierkv.memory import SlotMap, slot_bytes_for
 from tierkv.tiers.base import Batch, Residents, TierInfo
 from tierkv.types import (
     HASH_BYTES,
-    SLOT_GRANULE_BYTES,
     BlockStatus,
     BoolArray,
     HashArray,
@@ -61,18 +61,16 @@ class MemoryTier:
         medium: MemoryMedium | None = None,
         kind: TierKind = TierKind.NVME,
         name: str = "memory",
+        slab_bytes: int = 2 << 20,
     ) -> None:
         self.medium = MemoryMedium() if medium is None else medium
         self._info = TierInfo(kind, capacity_bytes, 1, False, name)
         self._lock = threading.Lock()
         self._closed = False
-        self._sizes: dict[int, int] = {}  # slot -> bytes, of every slot that is taken
-        self._used_bytes = 0
-        self._free_slots: list[int] = []
-        self._next_slot = 0
+        self._slots = SlotMap(capacity_bytes, slab_bytes)
         for (digest, _), block in self.medium.blocks.items():
-            self._take(block.slot, _slot_bytes(self.medium.specs[digest].block_bytes))
-        self._next_slot = max(self._sizes, default=-1) + 1
+            slot_bytes = slot_bytes_for(self.medium.specs[digest].block_bytes)
+            self._slots.adopt(slot_bytes, np.array([block.slot], np.uint32))
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_JOBS)
         self._open_jobs: set[Job] = set()
         self._thread = threading.Thread(target=self._run, name="tierkv-memory-tier", daemon=True)
@@ -85,30 +83,15 @@ class MemoryTier:
     # Slots.
 
     def allocate(self, space: Keyspace, count: int) -> SlotArray | None:
-        size_bytes = _slot_bytes(space.block_bytes)
-        with self._lock:
-            self._check_open()
-            if self._used_bytes + count * size_bytes > self._info.capacity_bytes:
-                return None
-            reused = [self._free_slots.pop() for _ in range(min(count, len(self._free_slots)))]
-            fresh = list(range(self._next_slot, self._next_slot + count - len(reused)))
-            self._next_slot += len(fresh)
-            for slot in (*reused, *fresh):
-                self._take(slot, size_bytes)
-            return np.array([*reused, *fresh], np.uint32)
+        return self._slots.allocate(slot_bytes_for(space.block_bytes), count)
 
     def available(self, space: Keyspace) -> int:
-        with self._lock:
-            return (self._info.capacity_bytes - self._used_bytes) // _slot_bytes(space.block_bytes)
+        return self._slots.available(slot_bytes_for(space.block_bytes))
 
     def free(self, space: Keyspace, hashes: HashArray, slots: SlotArray) -> None:
         with self._lock:
             self._forget(space, hashes, slots)
-            for slot in slots.tolist():
-                size_bytes = self._sizes.pop(slot, None)
-                if size_bytes is not None:
-                    self._used_bytes -= size_bytes
-                    self._free_slots.append(slot)
+        self._slots.free(slots)
 
     def forget(self, space: Keyspace, hashes: HashArray | None) -> None:
         with self._lock:
@@ -119,7 +102,7 @@ class MemoryTier:
                 self._forget(space, hashes, None)
 
     def used_bytes(self) -> int:
-        return self._used_bytes
+        return self._slots.used_bytes
 
     # Moving bytes.
 
@@ -133,8 +116,6 @@ class MemoryTier:
         slot, block_hash = int(batch.slots[position]), batch.hashes[position].tobytes()
         data = ctypes.string_at(int(batch.addresses[position]), int(batch.lengths[position]))
         with self._lock:
-            if slot not in self._sizes:
-                return BlockStatus.IO_ERROR
             self.medium.specs[batch.space.digest] = batch.space.spec
             self.medium.blocks[batch.space.digest, block_hash] = StoredBlock(slot, data, zlib.crc32(data))
         return BlockStatus.OK
@@ -231,10 +212,6 @@ class MemoryTier:
         if self._closed:
             raise ClosedError(f"{self._info.name} is closed")
 
-    def _take(self, slot: int, size_bytes: int) -> None:
-        self._sizes[slot] = size_bytes
-        self._used_bytes += size_bytes
-
     def _forget(self, space: Keyspace, hashes: HashArray, slots: SlotArray | None) -> None:
         for position, row in enumerate(hashes):
             key = (space.digest, row.tobytes())
@@ -242,7 +219,3 @@ class MemoryTier:
             # Another slot may hold the same block by now: freeing the old one must not lose it.
             if block is not None and (slots is None or block.slot == int(slots[position])):
                 del self.medium.blocks[key]
-
-
-def _slot_bytes(block_bytes: int) -> int:
-    return -(-block_bytes // SLOT_GRANULE_BYTES) * SLOT_GRANULE_BYTES
