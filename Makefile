@@ -1,0 +1,81 @@
+# The two commands: `make demo` and `make test`. Both set up what they need first; after that they work offline.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT := demo-out
+NATIVE := $(wildcard native/CMakeLists.txt native/cmake/* native/src/*)
+SHELL := /bin/bash
+
+.PHONY: help setup demo test test-slow bench lint format sanitize clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup     build tierkv into $(VENV), with all that the demo and the tests need"
+	@echo "make demo      replay an agent workload through DRAM, NVMe and a shared directory ($(OUT)/report.html)"
+	@echo "make test      lint, types and the test suite"
+	@echo "make test-slow the tests that are too long for the suite (crashes, long state machines, mounts)"
+	@echo "make bench     every benchmark, with the machine's limit beside each figure (bench-out/)"
+	@echo "make sanitize  the native tests under ASan+UBSan and under TSan"
+	@echo "make format    format Python and C++"
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "error: Python 3.11 or newer is needed, $$($(PYTHON) --version) found: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: venv is missing: apt-get install python3-venv"; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "error: a C++20 compiler is missing: apt-get install g++ python3-dev"; exit 1; }
+	@test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
+	    { echo "error: the headers of $(PYTHON) are missing: apt-get install python3-dev"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# What comes from the package index; after this nothing is fetched any more.
+$(VENV)/.packages: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    scikit-build-core nanobind cmake ninja
+	$(BIN)/python tools/requirements.py > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt -r $(VENV)/requirements.txt
+	@touch $@
+
+# The native module is built again when its sources change; Python files are used where they lie.
+$(VENV)/.built: $(VENV)/.packages $(NATIVE)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation --no-deps --no-index --editable .
+	@touch $@
+
+setup: $(VENV)/.built
+
+demo: setup
+	@mkdir -p $(OUT)/dfs
+	$(BIN)/tierkv replay --sessions 6 --turns 6 --dram-blocks 192 --nvme-blocks 512 --block-bytes 1MiB \
+	    --nvme-dir $(OUT)/nvme --dfs-dir $(OUT)/dfs --report $(OUT)/report.html --json $(OUT)/replay.json --progress
+	@echo "report: $(OUT)/report.html   figures: $(OUT)/replay.json"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if command -v clang-format >/dev/null; then clang-format --dry-run --Werror native/src/* native/tests/*.cpp; \
+	    else echo "note: clang-format is missing, C++ formatting was not checked"; fi
+
+test: setup lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+sanitize: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitizers.sh
+
+bench: setup
+	@mkdir -p bench-out
+	@for name in match dram nvme dfs store; do echo "== $$name"; \
+	    $(BIN)/tierkv bench $$name --json bench-out/$$name.json || exit 1; done
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format --quiet .
+	clang-format -i native/src/* native/tests/*.cpp
+
+clean:
+	rm -rf build dist demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
