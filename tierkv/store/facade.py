@@ -42,7 +42,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """The longest prefix that the store holds: `length` blocks, and (length,) uint8 TierKind of each one's fastest tier."""
+    """The longest prefix that the store holds: `length` blocks, and (length,) uint8: TierKind of each one's fastest."""
 
     length: int
     tiers: UInt8Array
@@ -156,8 +156,8 @@ class Store:
         for name, limit in limits:
             if slot_bytes > limit:
                 raise ConfigError(
-                    f"a block of {spec.model}/{spec.group} takes {slot_bytes} bytes, but {name} is {limit}: raise it to "
-                    f"at least one block, better to hundreds"
+                    f"a block of {spec.model}/{spec.group} takes {slot_bytes} bytes, but {name} is {limit}: raise it "
+                    f"to at least one block, better to hundreds"
                 )
         return self._core.register(spec)
 
@@ -290,7 +290,7 @@ class Store:
         core.new_epoch(space)
         removed = core.index.clear(space.number)
         # What is on its way down now finds its source gone and is undone; then nothing can come back by itself.
-        self._room.wait_idle(time.monotonic() + timeout_s)
+        self._room.wait_for_current(time.monotonic() + timeout_s)
         for tier in core.lower.values():
             tier.forget(space, None)
         for kind in core.tiers:
@@ -403,7 +403,8 @@ class Store:
             )
         if fragments.bytes_per_block != parts[part]:
             raise ArgumentError(
-                f"the memory has {fragments.bytes_per_block} bytes a block, but part {part} of {space} has {parts[part]}"
+                f"the memory has {fragments.bytes_per_block} bytes a block, but part {part} of {space} has "
+                f"{parts[part]}"
             )
 
     def _timeout(self, timeout_s: float | None, default_s: float) -> float:

@@ -61,6 +61,7 @@ class _Request:
     deadline_s: float
     tiers: UInt8Array
     slots: SlotArray
+    generations: UInt32Array
     handles: UInt32Array
     tried: UInt8Array
     """(n,) masks of the tiers that have failed for a block."""
@@ -136,9 +137,10 @@ class Loader:
             core.counters.add_misses(job.status)
             return job
         core.touch(space, hashes, reused=True)
-        tiers, slots, _, handles = core.index.acquire(space.number, hashes, LOOKUP_ORDER)
+        tiers, slots, generations, handles = core.index.acquire(space.number, hashes, LOOKUP_ORDER)
         request = _Request(
-            space, hashes, into, part, lease, job, time.monotonic() + timeout_s, tiers, slots, handles,
+            space, hashes, into, part, lease, job, time.monotonic() + timeout_s, tiers, slots,
+            generations, handles,
             np.zeros(count, np.uint8),
         )  # fmt: skip
         job.add_done_callback(lambda done: self._done(done, count))
@@ -207,14 +209,14 @@ class Loader:
     def _run_slow(self) -> None:
         while (request := self._slow.get()) is not None:
             work = _Work({kind: deque() for kind in self._core.lower}, dict.fromkeys(self._core.lower, 0))
-            self._room.enter()
+            ticket = self._room.enter()
             try:
                 self._load_from_lower(request, work)
             except Exception:  # the thread must survive; nobody may wait for ever
                 log.exception("a load from a lower tier failed")
                 self._give_up(request, work, BlockStatus.IO_ERROR)
             finally:
-                self._room.leave()
+                self._room.leave(ticket)
 
     def _load_from_lower(self, request: _Request, work: _Work) -> None:
         core, space = self._core, request.space
@@ -343,7 +345,7 @@ class Loader:
         except BaseException:
             self._return_memory(chunk, np.zeros(len(good), np.bool_))
             raise
-        self._return_memory(chunk, good)
+        self._return_memory(chunk, good & self._still_there(request, chunk))
         if len(positions):
             if request.lease:
                 core.index.lease_add(
@@ -359,6 +361,16 @@ class Loader:
         if good.all():
             return False
         return self._retry(request, work, chunk, ~good)
+
+    def _still_there(self, request: _Request, chunk: _Chunk) -> np.ndarray:
+        """(k,) bool: the block was not removed since it was pinned; a removed one must not come back by promotion."""
+        return self._core.index.valid(
+            request.space.number,
+            np.ascontiguousarray(request.hashes[chunk.positions]),
+            chunk.kind,
+            np.ascontiguousarray(request.slots[chunk.positions]),
+            np.ascontiguousarray(request.generations[chunk.positions]),
+        )
 
     def _return_memory(self, chunk: _Chunk, good: np.ndarray) -> None:
         """Commits the DRAM slots of good blocks, gives the others and the staging buffers back."""
@@ -384,14 +396,11 @@ class Loader:
         for tried in np.unique(request.tried[chunk.positions[bad]]).tolist():
             positions = chunk.positions[bad & (request.tried[chunk.positions] == tried)]
             order = bytes(kind for kind in LOOKUP_ORDER if not tried >> kind & 1)
-            tiers, slots, _, handles = core.index.acquire(
+            tiers, slots, generations, handles = core.index.acquire(
                 space.number, np.ascontiguousarray(request.hashes[positions]), order
             )
-            request.tiers[positions], request.slots[positions], request.handles[positions] = (
-                tiers,
-                slots,
-                handles,
-            )
+            request.tiers[positions], request.slots[positions] = tiers, slots
+            request.generations[positions], request.handles[positions] = generations, handles
             lost.append(positions[tiers == NO_TIER])
             for kind, queue in work.waiting.items():
                 again = positions[tiers == kind]
@@ -449,7 +458,8 @@ class Loader:
             request.handles[chunk.positions] = NO_SLOT
 
             def end(chunk: _Chunk = chunk, handles: np.ndarray = handles) -> None:
-                self._return_memory(chunk, chunk.job.status == BlockStatus.OK)
+                good = chunk.job.status == BlockStatus.OK
+                self._return_memory(chunk, good & self._still_there(request, chunk))
                 core.index.release(handles)
                 core.announce()
 

@@ -52,26 +52,31 @@ class Room:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._lock = threading.Lock()
-        self._moving = 0
+        self._moving: set[int] = set()
+        self._last_ticket = 0
         self._ahead_wanted = threading.Event()
         self._ahead = threading.Thread(target=self._run_ahead, name="tierkv-ahead", daemon=True)
         self._ahead.start()
 
     # Who is at work: an allocation that finds everything pinned waits only while somebody may unpin something.
 
-    def enter(self) -> None:
-        """A transfer that pins blocks for a while begins."""
+    def enter(self) -> int:
+        """A transfer that pins blocks for a while begins; returns its ticket for leave()."""
         with self._lock:
-            self._moving += 1
+            self._last_ticket += 1
+            self._moving.add(self._last_ticket)
+            return self._last_ticket
 
-    def leave(self) -> None:
+    def leave(self, ticket: int) -> None:
         with self._lock:
-            self._moving -= 1
+            self._moving.discard(ticket)
         self._core.announce()
 
-    def wait_idle(self, deadline_s: float) -> bool:
-        """Waits until no transfer is under way; False at the deadline (time.monotonic())."""
-        while self._moving:
+    def wait_for_current(self, deadline_s: float) -> bool:
+        """Waits until the transfers that are under way now have ended; False at the deadline (time.monotonic())."""
+        with self._lock:
+            current = set(self._moving)
+        while current & self._moving:
             if not wait_for_change(self._core, deadline_s):
                 return False
         return True
@@ -102,7 +107,7 @@ class Room:
                 missing = count - tier.available(space)
                 if missing > 0 and self._evict(kind, space, missing, may_write, deadline_s):
                     continue
-                waits = patient and may_write and self._moving > 0
+                waits = patient and may_write and bool(self._moving)
                 if missing > 0 and waits and wait_for_change(core, deadline_s):
                     continue
                 count = min(count, tier.available(space))
@@ -199,7 +204,7 @@ class Room:
     ) -> int:
         """Writes a chunk down and erases it above; returns how many are gone now (late ones go later)."""
         core = self._core
-        self.enter()
+        ticket = self.enter()
         try:
             if kind is TierKind.DRAM:
                 addresses = core.dram.addresses(victims.slots)
@@ -213,7 +218,7 @@ class Room:
             core.drain(kind)
             return gone
         finally:
-            self.leave()
+            self.leave(ticket)
 
     def _demote_through_staging(
         self, kind: TierKind, target: TierKind, space: Keyspace, victims: Victims, deadline_s: float
@@ -301,12 +306,14 @@ class Room:
             end()
             return stored
 
+        ticket = self.enter()
+
         def finish_late() -> None:
             self._adopt(target, space, chosen, slots, job)
             unpin(source.handles)
             core.drain(TierKind.DRAM)
             end()
-            core.announce()
+            self.leave(ticket)
 
         log.warning(
             "%s: a write of %d blocks is late; it goes on in the background",

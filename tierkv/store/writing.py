@@ -80,7 +80,7 @@ def copy_chunks(
     step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
     for start in range(0, len(pinned), step):
         chunk = pinned.at(np.arange(start, min(start + step, len(pinned))))
-        room.enter()
+        ticket = room.enter()
         try:
             addresses = core.dram.addresses(chunk.slots)
             copied = room.copy_down(target, space, chunk, addresses, deadline_s, unpin=core.index.release)
@@ -88,7 +88,7 @@ def copy_chunks(
                 core.index.release(chunk.handles)
                 stored += copied
         finally:
-            room.leave()
+            room.leave(ticket)
     core.drain(TierKind.DRAM)
     return stored
 
