@@ -6,15 +6,14 @@ shown too: whatever is missing is shown as n/a. Needs matplotlib and jinja2 (the
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tierkv.errors import ConfigError, StorageError
+from tierkv.observe import figures
 
-MISSING = "n/a"
 _TEMPLATE = "report.html.j2"
 _TIER_TITLES = {"hbm": "HBM", "dram": "DRAM", "nvme": "NVMe", "dfs": "DFS"}
 
@@ -59,10 +58,11 @@ def render_report(result: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.ChainableUndefined,
     )
-    environment.filters.update(FILTERS)
+    for name in ("percent", "count", "size", "gb_s", "milliseconds", "seconds", "plain"):
+        environment.filters[name] = getattr(figures, name)
     series = result.get("series") or {}
     tiers = result.get("tiers") or {}
-    figures = {
+    drawn = {
         "hit_rate": plots.hit_rate(series),
         "sources": plots.sources(series),
         "occupancy": plots.occupancy(series, tiers),
@@ -70,7 +70,7 @@ def render_report(result: Mapping[str, Any]) -> str:
         "latency": plots.latency({name: result.get(f"{name}_ms") for name in ("match", "load", "save")}),
     }
     return environment.get_template(_TEMPLATE).render(
-        result=result, tiers=tiers, figures=figures, titles=_TIER_TITLES, missing=MISSING,
+        result=result, tiers=tiers, plots=drawn, titles=_TIER_TITLES, missing=figures.MISSING,
         config=_flat(result.get("config") or {}), machine=_flat(result.get("machine") or {}),
     )  # fmt: skip
 
@@ -84,38 +84,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             rows.append((f"{prefix}{key}", value))
     return rows
-
-
-def _or_missing(show: Callable[[Any], str]) -> Callable[[Any], str]:
-    def shown(value: Any) -> str:
-        if (
-            value is None
-            or isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or math.isnan(value)
-        ):
-            return MISSING
-        return show(value)
-
-    return shown
-
-
-def format_bytes(value: float) -> str:
-    """Bytes in the largest fitting unit of 1,024, such as '1.5 GiB'."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(value) >= 1024 and len(units) > 1:
-        value /= 1024
-        del units[0]
-    return f"{value:.3g} {units[0]}" if abs(value) < 100 else f"{value:,.0f} {units[0]}"
-
-
-FILTERS: dict[str, Callable[[Any], str]] = {
-    "percent": _or_missing(lambda value: f"{value * 100:.2f} %"),
-    "count": _or_missing(lambda value: f"{value:,.0f}"),
-    "size": _or_missing(format_bytes),
-    "gb_s": _or_missing(lambda value: f"{value:.2f} GB/s"),
-    "ms": _or_missing(lambda value: f"{value:.3f} ms" if value < 10 else f"{value:.1f} ms"),
-    "seconds": _or_missing(lambda value: f"{value:.1f} s"),
-    "plain": lambda value: str(value) or MISSING if value is not None else MISSING,
-}
-"""How figures are written; None and NaN are n/a."""
