@@ -32,6 +32,8 @@ FLOORS: tuple[tuple[str, frozenset[str]], ...] = (
 
 NEIGHBOURS: dict[str, frozenset[str]] = {
     "benchmarks": frozenset({"workload", "observe"}),  # a benchmark runs a workload and draws its report
+    "cli": frozenset({"commands"}),  # the commands are its body, one module each
+    "__main__": frozenset({"cli"}),
 }
 """Packages that may use others of their own floor."""
 

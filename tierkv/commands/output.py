@@ -86,3 +86,28 @@ def count_argument(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return int(text)
+
+
+def print_facts(human: Any, title: str, facts: dict[str, Any]) -> None:
+    """A mapping as a table; what is nested goes in rows of its own, lists of mappings in tables of their own."""
+    from tierkv.observe import figures
+
+    made = table(title, "", "")
+    lists: list[tuple[str, list[dict[str, Any]]]] = []
+
+    def add(prefix: str, fields: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}: ", value)
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
+                lists.append((f"{prefix}{name}", value))
+            else:
+                made.add_row(f"{prefix}{name}".replace("_", " "), figures.plain(value))
+
+    add("", facts)
+    human.print(made)
+    for name, rows in lists:
+        inner = table(name, *(key.replace("_", " ") for key in rows[0]))
+        for row in rows:
+            inner.add_row(*(figures.plain(value) for value in row.values()))
+        human.print(inner)

@@ -1,0 +1,41 @@
+"""`tierkv inspect`: what a tier's directory holds, without reading the blocks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tierkv.commands import output
+from tierkv.commands.directories import kind_of
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="list what a directory holds",
+        description="Lists the keyspaces of an NVMe tier's or a shared tier's directory, their blocks, bytes and ages. "
+        "Reads no blocks; the directory may be in use.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("directory", metavar="DIR", help="the tier's directory")
+    output.add_json_option(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0."""
+    import msgspec
+
+    output.check_writable(arguments.json)
+    kind = kind_of(arguments.directory)
+    if kind == "dfs":
+        from tierkv.tiers.dfs import inspect_tree
+
+        found = inspect_tree(arguments.directory)
+    else:
+        from tierkv.tiers.nvme import inspect_directory
+
+        found = inspect_directory(arguments.directory)
+    facts = {"kind": kind, **msgspec.to_builtins(found)}
+    output.write_json(facts, arguments.json)
+    output.print_facts(output.console(arguments.json), f"{kind} {arguments.directory}", facts)
+    return 0
