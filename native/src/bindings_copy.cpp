@@ -9,7 +9,9 @@ namespace {
 // The arrays that describe fragments, held together.
 struct FragmentArrays {
     FragmentArrays(nb::handle bases, nb::handle strides, nb::handle lengths, nb::handle block_ids)
-        : bases(bases, "bases"), strides(strides, "strides"), lengths(lengths, "lengths"),
+        : bases(bases, "bases"),
+          strides(strides, "strides"),
+          lengths(lengths, "lengths"),
           block_ids(block_ids, "block_ids") {}
     FragmentsView view() const { return {bases.span(), strides.span(), lengths.span(), block_ids.span()}; }
     Array<int64_t> bases, strides, lengths, block_ids;
@@ -79,7 +81,8 @@ void bind_copy(nb::module_& module) {
         .def(
             "copy",
             [](CopyPool& self, nb::handle destinations, nb::handle sources, nb::handle lengths) {
-                const Array<int64_t> to(destinations, "destinations"), from(sources, "sources"), sizes(lengths, "lengths");
+                const Array<int64_t> to(destinations, "destinations"), from(sources, "sources"),
+                    sizes(lengths, "lengths");
                 const nb::gil_scoped_release release;
                 self.copy(to.span(), from.span(), sizes.span());
             },

@@ -17,7 +17,9 @@ namespace {
 constexpr uint32_t kPolynomial = 0x82F63B78;
 constexpr uint32_t kOne = 0x80000000;  // x^0
 
-constexpr uint32_t times_x(uint32_t a) { return (a >> 1) ^ ((a & 1) ? kPolynomial : 0); }
+constexpr uint32_t times_x(uint32_t a) {
+    return (a >> 1) ^ ((a & 1) ? kPolynomial : 0);
+}
 
 // a * b mod P.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
@@ -75,9 +77,9 @@ uint32_t update_bytes(uint32_t state, const uint8_t* data, size_t length) {
 
 uint32_t update_portable(uint32_t state, const uint8_t* data, size_t length) {
     for (; length >= kTables; length -= kTables, data += kTables) {
-        const uint8_t first[4] = {
-            static_cast<uint8_t>(data[0] ^ state), static_cast<uint8_t>(data[1] ^ (state >> 8)),
-            static_cast<uint8_t>(data[2] ^ (state >> 16)), static_cast<uint8_t>(data[3] ^ (state >> 24))};
+        const uint8_t first[4] = {static_cast<uint8_t>(data[0] ^ state), static_cast<uint8_t>(data[1] ^ (state >> 8)),
+                                  static_cast<uint8_t>(data[2] ^ (state >> 16)),
+                                  static_cast<uint8_t>(data[3] ^ (state >> 24))};
         uint32_t next = kTable[15][first[0]] ^ kTable[14][first[1]] ^ kTable[13][first[2]] ^ kTable[12][first[3]];
         for (size_t k = 4; k < kTables; ++k) next ^= kTable[kTables - 1 - k][data[k]];
         state = next;
@@ -150,15 +152,15 @@ __attribute__((target("sse4.2"))) uint32_t update_sse(uint32_t state, const uint
 
 template <size_t kStrip>
 __attribute__((target("sse4.2,pclmul"))) inline uint32_t strips_clmul(uint32_t state, const uint8_t*& data,
-                                                                     size_t& length) {
+                                                                      size_t& length) {
     using Factors = StripFactors<kStrip>;
     const __m128i factors = _mm_set_epi64x(Factors::one_folded, Factors::two_folded);
     for (; length >= 3 * kStrip; length -= 3 * kStrip, data += 3 * kStrip) {
         const Strips sums = sum_strips<kStrip>(state, data);
         const __m128i first = _mm_cvtsi64_si128(static_cast<long long>(sums.a));
         const __m128i second = _mm_cvtsi64_si128(static_cast<long long>(sums.b));
-        const __m128i folded = _mm_xor_si128(_mm_clmulepi64_si128(first, factors, 0x00),
-                                             _mm_clmulepi64_si128(second, factors, 0x10));
+        const __m128i folded =
+            _mm_xor_si128(_mm_clmulepi64_si128(first, factors, 0x00), _mm_clmulepi64_si128(second, factors, 0x10));
         const uint64_t shifted = _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(folded)));
         state = static_cast<uint32_t>(shifted ^ sums.c);
     }
@@ -244,7 +246,9 @@ const Implementation& chosen() {
 
 }  // namespace
 
-uint32_t crc32c(const void* data, size_t length, uint32_t value) { return chosen().function(data, length, value); }
+uint32_t crc32c(const void* data, size_t length, uint32_t value) {
+    return chosen().function(data, length, value);
+}
 
 uint32_t crc32c_portable(const void* data, size_t length, uint32_t value) {
     return whole<update_portable>(data, length, value);
@@ -256,7 +260,9 @@ uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t second_length)
     return multiply(first, power_of_x(8 * second_length)) ^ second;
 }
 
-const char* crc32c_implementation() { return chosen().name; }
+const char* crc32c_implementation() {
+    return chosen().name;
+}
 
 Crc32cFunction crc32c_named(const char* name) {
     for (const Implementation& candidate : implementations()) {

@@ -35,7 +35,9 @@ constexpr uint64_t kFusedBytes = 32 * 1024;
 // More than any address space: a sum of that many lengths cannot overflow unnoticed.
 constexpr int64_t kMostLength = int64_t{1} << 48;
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+[[noreturn]] void refuse(const std::string& message) {
+    throw std::invalid_argument(message);
+}
 
 // Plain memcpy: for pieces of any size and on any kind of page it was measured faster than vector loops with temporal
 // or non-temporal stores.
@@ -61,8 +63,7 @@ void check_range(const char* what, size_t position, int64_t address, int64_t len
 
 void check_count(const char* what, size_t count, size_t expected) {
     if (count != expected) {
-        refuse(std::string(what) + ": expected " + std::to_string(expected) + " entries, got " +
-               std::to_string(count));
+        refuse(std::string(what) + ": expected " + std::to_string(expected) + " entries, got " + std::to_string(count));
     }
 }
 
@@ -75,7 +76,8 @@ struct Chunk {
     bool whole = true;
 };
 
-// Cuts items into chunks of about `chunk_bytes`, each of which is a multiple of kLeastChunkBytes where an item is split.
+// Cuts items into chunks of about `chunk_bytes`, each of which is a multiple of kLeastChunkBytes where an item is
+// split.
 template <typename LengthOf>
 std::vector<Chunk> cut(size_t items, uint64_t total, unsigned threads, LengthOf length_of) {
     std::vector<Chunk> chunks;
@@ -283,7 +285,9 @@ class CopyPool::Workers {
     // Calls run(chunk) for each chunk number below `chunks`, in any order, on any of the threads.
     template <typename Run>
     void each(size_t chunks, Run&& run) {
-        const auto call = [](void* context, size_t chunk) { (*static_cast<std::remove_reference_t<Run>*>(context))(chunk); };
+        const auto call = [](void* context, size_t chunk) {
+            (*static_cast<std::remove_reference_t<Run>*>(context))(chunk);
+        };
         Work work{call, &run, chunks, {}, 0, {}};
         // After fork() the child has no workers, and the mutex may be held by a thread that it does not have.
         if (chunks <= 1 || threads_ == 1 || process_ != getpid()) {
@@ -372,7 +376,9 @@ unsigned checked_threads(unsigned threads) {
 
 CopyPool::CopyPool(unsigned threads) : workers_(std::make_unique<Workers>(checked_threads(threads))) {}
 CopyPool::~CopyPool() = default;
-void CopyPool::close() { workers_->close(); }
+void CopyPool::close() {
+    workers_->close();
+}
 
 void CopyPool::gather(const FragmentsView& fragments, std::span<const int64_t> destinations,
                       std::span<uint32_t> checksums) {
@@ -472,8 +478,7 @@ void CopyPool::checksum(std::span<const int64_t> addresses, std::span<const int6
     workers_->each(chunks.size(), [&](size_t number) {
         const Chunk& chunk = chunks[number];
         if (!chunk.whole) {
-            partial[number] =
-                sum_bytes(addresses[chunk.first] + static_cast<int64_t>(chunk.offset), chunk.length, 0);
+            partial[number] = sum_bytes(addresses[chunk.first] + static_cast<int64_t>(chunk.offset), chunk.length, 0);
             return;
         }
         for (size_t k = chunk.first; k < chunk.first + chunk.count; ++k) {
@@ -513,9 +518,8 @@ void CopyPool::differ(std::span<const int64_t> addresses, std::span<const int64_
     workers_->each(chunks.size(), [&](size_t number) {
         const Chunk& chunk = chunks[number];
         for (size_t k = chunk.first; k < chunk.first + chunk.count; ++k) {
-            const bool different =
-                range_differs(addresses[k], chunk.offset,
-                              chunk.whole ? static_cast<uint64_t>(lengths[k]) : chunk.length, seeds[k]);
+            const bool different = range_differs(
+                addresses[k], chunk.offset, chunk.whole ? static_cast<uint64_t>(lengths[k]) : chunk.length, seeds[k]);
             if (chunk.whole) {
                 differs[k] = different;
             } else {

@@ -1,0 +1,700 @@
+// Looking up, adding, pins and removing; index_scan.cpp has the calls that walk records, and the check.
+#include "index.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace tierkv {
+namespace {
+
+// How many keys a batch look-up has under way at once: enough to keep all of a core's outstanding loads busy.
+constexpr size_t kGroup = 32;
+// How far batch loops over records fetch ahead.
+constexpr size_t kAhead = 16;
+
+[[noreturn]] void refuse(const std::string& message) {
+    throw std::invalid_argument(message);
+}
+
+void check_tier(uint32_t tier) {
+    if (tier >= kTierCount) refuse("tier must be within 0..3, got " + std::to_string(tier));
+}
+
+void check_class(uint32_t size_class) {
+    if (size_class > 255) refuse("size_class must be within 0..255, got " + std::to_string(size_class));
+}
+
+void check_mask(uint32_t tier_mask) {
+    if (tier_mask > 15) refuse("tier_mask must be within 0..15, got " + std::to_string(tier_mask));
+}
+
+void check_size(const char* what, size_t size, size_t expected) {
+    if (size != expected) {
+        refuse(std::string(what) + ": expected " + std::to_string(expected) + " entries, got " + std::to_string(size));
+    }
+}
+
+void check_slots(std::span<const uint32_t> slots) {
+    for (const uint32_t slot : slots) {
+        if (slot == kNoSlot) refuse("slots must not contain NO_SLOT");
+    }
+}
+
+void check_order(std::span<const uint8_t> tier_order) {
+    for (const uint8_t tier : tier_order) check_tier(tier);
+}
+
+void check_deadline(double deadline) {
+    if (std::isnan(deadline)) refuse("deadline must not be NaN");
+}
+
+uint64_t splitmix64(uint64_t& state) {
+    state += 0x9E3779B97F4A7C15;
+    uint64_t word = state;
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB;
+    return word ^ (word >> 31);
+}
+
+// The two halves of the product, folded: every bit of both factors reaches every bit of the result.
+inline uint64_t fold(uint64_t a, uint64_t b) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+}  // namespace
+
+Index::Mixer::Mixer(uint64_t seed) {
+    for (uint64_t& key : keys) key = splitmix64(seed) | 1;
+}
+
+inline uint64_t Index::Mixer::operator()(const uint8_t* hash, uint32_t space) const {
+    uint64_t words[4];
+    std::memcpy(words, hash, sizeof words);
+    const uint64_t front = fold(words[0] ^ keys[0], words[1] ^ keys[1]);
+    const uint64_t back = fold(words[2] ^ keys[2], words[3] ^ keys[3]);
+    return fold(front ^ keys[4] ^ (uint64_t{space} << 17), back ^ keys[5] ^ (uint64_t{space} << 5));
+}
+
+Index::Index(uint64_t seed)
+    : mixer_(seed),
+      entries_(kRecordLimit),
+      residencies_(kRecordLimit),
+      table_(HashOfEntry{&mixer_, &entries_}),
+      order_(residencies_) {}
+
+// Looks hashes up in groups, so that the cache misses of a group overlap: while one group is compared, the slots of the
+// next are being fetched. visit(first position, entries of the group) returns false to stop; it must not change the
+// table.
+template <typename VisitGroup>
+void Index::each_group(uint32_t space, HashSpan hashes, VisitGroup visit) {
+    using Probe = HashTable<HashOfEntry>::Probe;
+    Probe probes[2][kGroup];
+    uint32_t candidates[kGroup];
+    const auto start = [&](size_t first, Probe* group) {
+        const size_t count = std::min(kGroup, hashes.count - first);
+        for (size_t k = 0; k < count; ++k) {
+            group[k] = table_.start(mixer_(hashes[first + k], space));
+            table_.prefetch(group[k]);
+        }
+    };
+    if (hashes.count != 0) start(0, probes[0]);
+    for (size_t first = 0, turn = 0; first < hashes.count; first += kGroup, turn ^= 1) {
+        if (first + kGroup < hashes.count) start(first + kGroup, probes[turn ^ 1]);
+        Probe* group = probes[turn];
+        const size_t count = std::min(kGroup, hashes.count - first);
+        for (size_t k = 0; k < count; ++k) {
+            candidates[k] = table_.next(group[k]);
+            if (candidates[k] != kNone) entries_.prefetch(candidates[k]);
+        }
+        for (size_t k = 0; k < count; ++k) {
+            while (candidates[k] != kNone) {
+                const Entry& entry = entries_[candidates[k]];
+                if (std::memcmp(entry.hash, hashes[first + k], kHashBytes) == 0 && entry.space == space) break;
+                candidates[k] = table_.next(group[k]);
+            }
+        }
+        if (!visit(first, std::span<const uint32_t>(candidates, count))) return;
+    }
+}
+
+uint32_t Index::find(uint32_t space, const uint8_t* hash, uint64_t mixed) const {
+    auto probe = table_.start(mixed);
+    for (;;) {
+        const uint32_t candidate = table_.next(probe);
+        if (candidate == kNone) return kNone;
+        const Entry& entry = entries_[candidate];
+        if (std::memcmp(entry.hash, hash, kHashBytes) == 0 && entry.space == space) return candidate;
+    }
+}
+
+void Index::find_all(uint32_t space, HashSpan hashes) {
+    found_.resize(hashes.count);
+    each_group(space, hashes, [&](size_t first, std::span<const uint32_t> entries) {
+        std::copy(entries.begin(), entries.end(), found_.begin() + static_cast<ptrdiff_t>(first));
+        for (const uint32_t entry : entries) {
+            if (entry == kNone) continue;
+            const uint32_t residency = entries_[entry].first();
+            if (residency != kNone) residencies_.prefetch(residency);
+        }
+        return true;
+    });
+}
+
+uint32_t Index::entry_at(uint32_t space, HashSpan hashes, size_t position) {
+    if (found_[position] != kNone) return found_[position];
+    return find(space, hashes[position], mixer_(hashes[position], space));
+}
+
+uint32_t Index::make_entry(uint32_t space, const uint8_t* hash) {
+    const uint32_t number = entries_.allocate();
+    Entry& entry = entries_[number];
+    std::memcpy(entry.hash, hash, kHashBytes);
+    entry.space = space;
+    entry.head = Entry::kNoHead;
+    try {
+        table_.insert(mixer_(hash, space), number);
+    } catch (...) {
+        entries_.release(number);
+        throw;
+    }
+    return number;
+}
+
+uint32_t Index::residency_in(uint32_t entry, uint32_t tier) const {
+    for (uint32_t at = entries_[entry].first(); at != kNone; at = residencies_[at].next) {
+        if (residencies_[at].tier == tier && residencies_[at].state != State::kDoomed) return at;
+    }
+    return kNone;
+}
+
+uint32_t Index::ready_in(uint32_t entry, uint32_t tier) const {
+    if ((entries_[entry].tiers() >> tier & 1) == 0) return kNone;
+    return residency_in(entry, tier);
+}
+
+// The record must have been ensured.
+uint32_t Index::add_residency(uint32_t entry, uint32_t tier, uint32_t slot, uint32_t size_class, State state) {
+    const uint32_t number = residencies_.allocate();
+    Residency& record = residencies_[number];
+    record.entry = entry;
+    record.slot = slot;
+    if (++last_generation_ == 0) ++last_generation_;
+    record.generation = last_generation_;
+    record.size_class = static_cast<uint8_t>(size_class);
+    record.tier = tier & 3;
+    record.state = state;
+    record.next = entries_[entry].first();
+    entries_[entry].set_first(number);
+    if (state == State::kReady) {
+        entries_[entry].add_tier(tier);
+        ++ready_[tier];
+    }
+    return number;
+}
+
+// From pending to ready; the caller gives it its place in the order of use.
+void Index::make_ready(uint32_t residency) {
+    drop_pending(residency);
+    Residency& record = residencies_[residency];
+    record.state = State::kReady;
+    entries_[record.entry].add_tier(record.tier);
+    ++ready_[record.tier];
+}
+
+uint32_t Index::add_pending(uint32_t residency, uint32_t part_count, double deadline) {
+    uint32_t number;
+    if (!pending_free_.empty()) {
+        number = pending_free_.back();
+        pending_free_.pop_back();
+    } else {
+        number = static_cast<uint32_t>(pending_.size());
+        pending_.emplace_back();
+    }
+    pending_[number] = {residency, part_count, 0, 0, deadline};
+    residencies_[residency].order = number;
+    return number;
+}
+
+void Index::drop_pending(uint32_t residency) {
+    const auto number = static_cast<uint32_t>(residencies_[residency].order);
+    pending_[number] = Pending{};
+    pending_free_.push_back(number);  // its capacity was made with the table
+    residencies_[residency].order = 0;
+}
+
+void Index::pin(uint32_t residency) {
+    ++residencies_[residency].pins;
+    ++pins_;
+}
+
+void Index::unpin(uint32_t residency) {
+    Residency& record = residencies_[residency];
+    --pins_;
+    if (--record.pins != 0) return;
+    if (record.state == State::kDoomed) {
+        free_residency(residency);
+    } else if (record.state == State::kReady) {
+        order_.unpinned(residency);
+    }
+}
+
+// Ready or pending -> doomed, and freed where nothing pins it.
+void Index::doom(uint32_t residency) {
+    Residency& record = residencies_[residency];
+    if (record.state == State::kReady) {
+        order_.remove(residency);
+        entries_[record.entry].drop_tier(record.tier);
+        --ready_[record.tier];
+    } else {
+        drop_pending(residency);
+        record.was_pending = 1;
+    }
+    record.state = State::kDoomed;
+    ++doomed_;
+    if (record.pins == 0) free_residency(residency);
+}
+
+void Index::free_residency(uint32_t residency) {
+    Residency& record = residencies_[residency];
+    const uint32_t number = record.entry;
+    Entry& entry = entries_[number];
+    Freed& freed = freed_[record.tier];
+    freed.slots.push_back(record.slot);
+    freed.spaces.push_back(entry.space);
+    freed.hashes.insert(freed.hashes.end(), entry.hash, entry.hash + kHashBytes);
+    freed.size_classes.push_back(record.size_class);
+    if (entry.first() == residency) {
+        entry.set_first(record.next);
+    } else {
+        uint32_t before = entry.first();
+        while (residencies_[before].next != residency) before = residencies_[before].next;
+        residencies_[before].next = record.next;
+    }
+    record.state = State::kFree;
+    --doomed_;
+    residencies_.release(residency);
+    if (entry.first() != kNone) return;
+    table_.erase(mixer_(entry.hash, entry.space), number);
+    entries_.release(number);
+}
+
+bool Index::pinned(uint32_t handle) const {
+    return handle < residencies_.end() && residencies_[handle].state != State::kFree && residencies_[handle].pins != 0;
+}
+
+template <typename Fits>
+void Index::check_handles(std::span<const uint32_t> handles, bool skip_none, const char* expected, Fits fits) {
+    // Takes the pins away on trial, so that a handle listed twice needs two, and gives them back.
+    size_t good = 0;
+    while (good < handles.size()) {
+        const uint32_t handle = handles[good];
+        if (!(skip_none && handle == kNoSlot)) {
+            if (!pinned(handle) || !fits(residencies_[handle])) break;
+            --residencies_[handle].pins;
+        }
+        ++good;
+    }
+    for (size_t k = 0; k < good; ++k) {
+        if (!(skip_none && handles[k] == kNoSlot)) ++residencies_[handles[k]].pins;
+    }
+    if (good == handles.size()) return;
+    refuse("handle " + std::to_string(handles[good]) + " at position " + std::to_string(good) + ": " +
+           (pinned(handles[good]) ? expected : "it has no such pin") + "; nothing was changed");
+}
+
+size_t Index::match(uint32_t space, HashSpan hashes, uint32_t tier_mask) {
+    check_mask(tier_mask);
+    const std::lock_guard lock(mutex_);
+    size_t length = 0;
+    each_group(space, hashes, [&](size_t, std::span<const uint32_t> entries) {
+        for (const uint32_t entry : entries) {
+            if (entry == kNone || (entries_[entry].tiers() & tier_mask) == 0) return false;
+            ++length;
+        }
+        return true;
+    });
+    return length;
+}
+
+void Index::lookup(uint32_t space, HashSpan hashes, std::span<uint8_t> masks) {
+    const std::lock_guard lock(mutex_);
+    each_group(space, hashes, [&](size_t first, std::span<const uint32_t> entries) {
+        for (size_t k = 0; k < entries.size(); ++k) {
+            masks[first + k] = entries[k] == kNone ? 0 : static_cast<uint8_t>(entries_[entries[k]].tiers());
+        }
+        return true;
+    });
+}
+
+void Index::resolve(uint32_t space, HashSpan hashes, uint32_t tier, std::span<uint32_t> slots,
+                    std::span<uint32_t> generations) {
+    check_tier(tier);
+    const std::lock_guard lock(mutex_);
+    find_all(space, hashes);
+    for (size_t k = 0; k < hashes.count; ++k) {
+        const uint32_t residency = found_[k] == kNone ? kNone : ready_in(found_[k], tier);
+        slots[k] = residency == kNone ? kNoSlot : residencies_[residency].slot;
+        generations[k] = residency == kNone ? 0 : residencies_[residency].generation;
+    }
+}
+
+void Index::valid(uint32_t space, HashSpan hashes, uint32_t tier, std::span<const uint32_t> slots,
+                  std::span<const uint32_t> generations, std::span<uint8_t> results) {
+    check_tier(tier);
+    check_size("slots", slots.size(), hashes.count);
+    check_size("generations", generations.size(), hashes.count);
+    const std::lock_guard lock(mutex_);
+    find_all(space, hashes);
+    for (size_t k = 0; k < hashes.count; ++k) {
+        const uint32_t residency = found_[k] == kNone ? kNone : ready_in(found_[k], tier);
+        results[k] = residency != kNone && residencies_[residency].slot == slots[k] &&
+                     residencies_[residency].generation == generations[k];
+    }
+}
+
+void Index::insert(uint32_t space, HashSpan hashes, uint32_t tier, std::span<const uint32_t> slots, uint32_t size_class,
+                   std::span<uint8_t> added) {
+    check_tier(tier);
+    check_class(size_class);
+    check_size("slots", slots.size(), hashes.count);
+    check_slots(slots);
+    const std::lock_guard lock(mutex_);
+    find_all(space, hashes);
+    entries_.ensure(hashes.count);
+    residencies_.ensure(hashes.count);
+    for (size_t k = 0; k < hashes.count; ++k) {
+        uint32_t entry = entry_at(space, hashes, k);
+        added[k] = entry == kNone || residency_in(entry, tier) == kNone;
+        if (entry == kNone) entry = make_entry(space, hashes[k]);
+        // From here on found_ holds the new residencies instead of the entries.
+        found_[k] = added[k] ? add_residency(entry, tier, slots[k], size_class, State::kReady) : kNone;
+    }
+    order_.begin_call();
+    for (size_t k = hashes.count; k-- > 0;) {
+        if (added[k]) order_.use(found_[k]);
+    }
+}
+
+size_t Index::reserve(uint32_t space, HashSpan hashes, uint32_t tier, std::span<const uint32_t> slots,
+                      uint32_t size_class, uint32_t part, uint32_t part_count, double deadline,
+                      std::span<uint8_t> outcomes, std::span<uint32_t> used_slots, std::span<uint32_t> handles) {
+    check_tier(tier);
+    check_class(size_class);
+    check_slots(slots);
+    check_deadline(deadline);
+    if (part_count < 1 || part_count > kMostParts || part >= part_count) {
+        refuse("part " + std::to_string(part) + " of " + std::to_string(part_count) +
+               ": a block has 1 to 64 parts, counted from 0");
+    }
+    const std::lock_guard lock(mutex_);
+    find_all(space, hashes);
+    for (size_t k = 0; k < hashes.count; ++k) {
+        if (found_[k] == kNone) continue;
+        const uint32_t residency = residency_in(found_[k], tier);
+        if (residency == kNone || residencies_[residency].state != State::kPending) continue;
+        const uint32_t expected = pending_[residencies_[residency].order].part_count;
+        if (expected != part_count) {
+            refuse("the block at position " + std::to_string(k) + " is pending with " + std::to_string(expected) +
+                   " parts, not " + std::to_string(part_count));
+        }
+    }
+    const size_t most_new = std::min(hashes.count, slots.size());
+    entries_.ensure(most_new);
+    residencies_.ensure(most_new);
+    const size_t most_pending = pending_.size() - pending_free_.size() + most_new;
+    if (pending_.capacity() < most_pending) pending_.reserve(std::max(most_pending, 2 * pending_.capacity()));
+    pending_free_.reserve(pending_.capacity());
+    const uint64_t bit = uint64_t{1} << part;
+    size_t used = 0;
+    for (size_t k = 0; k < hashes.count; ++k) {
+        uint32_t entry = entry_at(space, hashes, k);
+        uint32_t residency = entry == kNone ? kNone : residency_in(entry, tier);
+        Reserve outcome = Reserve::kNoSlot;
+        if (residency == kNone) {
+            if (used < slots.size()) {
+                if (entry == kNone) entry = make_entry(space, hashes[k]);
+                residency = add_residency(entry, tier, slots[used++], size_class, State::kPending);
+                add_pending(residency, part_count, deadline);
+                outcome = Reserve::kNew;
+            }
+        } else if (residencies_[residency].state == State::kReady) {
+            outcome = Reserve::kKnown;
+        } else {
+            const Pending& pending = pending_[residencies_[residency].order];
+            outcome = ((pending.written | pending.writing) & bit) != 0 ? Reserve::kBusy : Reserve::kJoined;
+        }
+        const bool reserved = outcome == Reserve::kNew || outcome == Reserve::kJoined;
+        if (reserved) {
+            Pending& pending = pending_[residencies_[residency].order];
+            pending.writing |= bit;
+            pending.deadline = std::max(pending.deadline, deadline);
+            pin(residency);
+        }
+        outcomes[k] = static_cast<uint8_t>(outcome);
+        used_slots[k] = reserved ? residencies_[residency].slot : kNoSlot;
+        handles[k] = reserved ? residency : kNoSlot;
+    }
+    return used;
+}
+
+void Index::commit(std::span<const uint32_t> handles, uint32_t part, std::span<uint8_t> completed) {
+    if (part >= kMostParts) refuse("part must be within 0..63, got " + std::to_string(part));
+    const uint64_t bit = uint64_t{1} << part;
+    const std::lock_guard lock(mutex_);
+    check_handles(handles, false, "part is not being written there, or it is no reservation",
+                  [&](const Residency& record) {
+                      if (record.state == State::kPending) return (pending_[record.order].writing & bit) != 0;
+                      return record.state == State::kDoomed && record.was_pending == 1;
+                  });
+    // A part has one writer, so a pending block that is listed twice was not reserved twice for it.
+    for (size_t k = 0; k < handles.size(); ++k) {
+        const Residency& record = residencies_[handles[k]];
+        if (record.state != State::kPending) continue;
+        Pending& pending = pending_[record.order];
+        if ((pending.writing & bit) != 0) {
+            pending.writing &= ~bit;
+            continue;
+        }
+        for (size_t undo = 0; undo < k; ++undo) {
+            const Residency& earlier = residencies_[handles[undo]];
+            if (earlier.state == State::kPending) pending_[earlier.order].writing |= bit;
+        }
+        refuse("handle " + std::to_string(handles[k]) + " stands twice in one commit; nothing was changed");
+    }
+    for (size_t k = 0; k < handles.size(); ++k) {
+        Residency& record = residencies_[handles[k]];
+        completed[k] = 0;
+        if (record.state == State::kPending) {
+            Pending& pending = pending_[record.order];
+            pending.written |= bit;
+            completed[k] = pending.written == ~uint64_t{0} >> (kMostParts - pending.part_count);
+            if (completed[k]) make_ready(handles[k]);
+        }
+        // A completed block has no place in the order of use yet, so releasing its pin does not move it.
+        unpin(handles[k]);
+    }
+    order_.begin_call();
+    for (size_t k = handles.size(); k-- > 0;) {
+        if (completed[k]) order_.use(handles[k]);
+    }
+}
+
+void Index::abort(std::span<const uint32_t> handles) {
+    const std::lock_guard lock(mutex_);
+    check_handles(handles, false, "it is no reservation", [](const Residency& record) {
+        return record.state == State::kPending || (record.state == State::kDoomed && record.was_pending == 1);
+    });
+    for (const uint32_t handle : handles) {
+        if (residencies_[handle].state == State::kPending) doom(handle);
+        unpin(handle);
+    }
+}
+
+void Index::attach(std::span<const uint32_t> handles, uint32_t tier, std::span<const uint32_t> slots,
+                   uint32_t size_class, std::span<uint8_t> added) {
+    check_tier(tier);
+    check_class(size_class);
+    check_size("slots", slots.size(), handles.size());
+    check_slots(slots);
+    const std::lock_guard lock(mutex_);
+    for (const uint32_t handle : handles) {
+        if (!pinned(handle) || residencies_[handle].state == State::kPending) {
+            refuse("handle " + std::to_string(handle) + ": it has no pin or is not ready; nothing was changed");
+        }
+    }
+    residencies_.ensure(handles.size());
+    found_.resize(handles.size());
+    for (size_t k = 0; k < handles.size(); ++k) {
+        const Residency& source = residencies_[handles[k]];
+        added[k] = source.state == State::kReady && residency_in(source.entry, tier) == kNone;
+        if (added[k]) found_[k] = add_residency(source.entry, tier, slots[k], size_class, State::kReady);
+    }
+    order_.begin_call();
+    for (size_t k = handles.size(); k-- > 0;) {
+        if (added[k]) order_.use(found_[k]);
+    }
+}
+
+// For the entries that find_all() found.
+void Index::acquire_found(std::span<const uint8_t> tier_order, const AcquiredSpans& acquired) {
+    for (size_t k = 0; k < found_.size(); ++k) {
+        uint32_t residency = kNone;
+        if (found_[k] != kNone) {
+            for (const uint8_t tier : tier_order) {
+                residency = ready_in(found_[k], tier);
+                if (residency != kNone) break;
+            }
+        }
+        if (residency == kNone) {
+            acquired.tiers[k] = kNoTier;
+            acquired.slots[k] = kNoSlot;
+            acquired.generations[k] = 0;
+            acquired.handles[k] = kNoSlot;
+            continue;
+        }
+        const Residency& record = residencies_[residency];
+        pin(residency);
+        acquired.tiers[k] = record.tier;
+        acquired.slots[k] = record.slot;
+        acquired.generations[k] = record.generation;
+        acquired.handles[k] = residency;
+    }
+}
+
+void Index::acquire(uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order,
+                    const AcquiredSpans& acquired) {
+    check_order(tier_order);
+    const std::lock_guard lock(mutex_);
+    find_all(space, hashes);
+    acquire_found(tier_order, acquired);
+}
+
+void Index::release(std::span<const uint32_t> handles) {
+    const std::lock_guard lock(mutex_);
+    check_handles(handles, true, "it is a reservation: use commit() or abort()",
+                  [](const Residency& record) { return record.state != State::kPending; });
+    for (const uint32_t handle : handles) {
+        if (handle != kNoSlot) unpin(handle);
+    }
+}
+
+void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first) {
+    check_mask(tier_mask);
+    const std::lock_guard lock(mutex_);
+    find_all(space, hashes);
+    order_.begin_call();
+    const size_t count = found_.size();
+    const auto at = [&](size_t step) { return found_[suffix_first ? count - 1 - step : step]; };
+    for (size_t step = 0; step < count; ++step) {
+        // Two records ahead of the use: first the residency, then its neighbours in the list.
+        if (step + kAhead < count && at(step + kAhead) != kNone) {
+            const uint32_t coming = entries_[at(step + kAhead)].first();
+            if (coming != kNone) residencies_.prefetch(coming);
+        }
+        if (step + kAhead / 2 < count && at(step + kAhead / 2) != kNone) {
+            const uint32_t coming = entries_[at(step + kAhead / 2)].first();
+            if (coming != kNone && residencies_[coming].state == State::kReady) order_.prefetch_neighbours(coming);
+        }
+        const uint32_t entry = at(step);
+        if (entry == kNone || (entries_[entry].tiers() & tier_mask) == 0) continue;
+        for (uint32_t residency = entries_[entry].first(); residency != kNone;
+             residency = residencies_[residency].next) {
+            Residency& record = residencies_[residency];
+            if (record.state != State::kReady || (tier_mask >> record.tier & 1) == 0) continue;
+            record.flags |= kFlagReused;
+            order_.use(residency);
+        }
+    }
+}
+
+void Index::erase(std::span<const uint32_t> handles) {
+    const std::lock_guard lock(mutex_);
+    check_handles(handles, false, "it is a reservation: use abort()",
+                  [](const Residency& record) { return record.state != State::kPending; });
+    for (size_t k = 0; k < handles.size(); ++k) {
+        if (k + kAhead < handles.size()) entries_.prefetch(residencies_[handles[k + kAhead]].entry);
+        if (residencies_[handles[k]].state == State::kReady) doom(handles[k]);
+        unpin(handles[k]);
+    }
+}
+
+size_t Index::remove(uint32_t space, HashSpan hashes, uint32_t tier_mask) {
+    check_mask(tier_mask);
+    const std::lock_guard lock(mutex_);
+    size_t removed = 0;
+    find_all(space, hashes);
+    for (const uint32_t entry : found_) {
+        if (entry == kNone) continue;
+        // An entry that an earlier equal hash freed has an empty list.
+        for (uint32_t residency = entries_[entry].first(), next; residency != kNone; residency = next) {
+            next = residencies_[residency].next;
+            if (residencies_[residency].state == State::kDoomed) continue;
+            if ((tier_mask >> residencies_[residency].tier & 1) == 0) continue;
+            doom(residency);
+            ++removed;
+        }
+    }
+    return removed;
+}
+
+Freed Index::take_freed(uint32_t tier) {
+    check_tier(tier);
+    const std::lock_guard lock(mutex_);
+    return std::exchange(freed_[tier], Freed{});
+}
+
+uint64_t Index::lease(double deadline) {
+    check_deadline(deadline);
+    const std::lock_guard lock(mutex_);
+    leases_[last_lease_ + 1].deadline = deadline;
+    return ++last_lease_;
+}
+
+void Index::lease_add(uint64_t lease, uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order,
+                      std::span<uint8_t> tiers) {
+    check_order(tier_order);
+    const std::lock_guard lock(mutex_);
+    const auto found = leases_.find(lease);
+    if (found == leases_.end()) {
+        std::fill(tiers.begin(), tiers.end(), kNoTier);
+        return;
+    }
+    std::vector<uint32_t>& held = found->second.handles;
+    const size_t before = held.size();
+    std::vector<uint32_t> unused(hashes.count);
+    find_all(space, hashes);
+    held.resize(before + hashes.count);
+    const std::span<uint32_t> handles(held.data() + before, hashes.count);
+    acquire_found(tier_order, {tiers, unused, unused, handles});
+    held.erase(std::remove(held.begin() + static_cast<ptrdiff_t>(before), held.end(), kNoSlot), held.end());
+}
+
+bool Index::lease_extend(uint64_t lease, double deadline) {
+    check_deadline(deadline);
+    const std::lock_guard lock(mutex_);
+    const auto found = leases_.find(lease);
+    if (found == leases_.end()) return false;
+    found->second.deadline = deadline;
+    return true;
+}
+
+void Index::end_lease(std::unordered_map<uint64_t, Lease>::iterator lease) {
+    const std::vector<uint32_t>& handles = lease->second.handles;
+    for (size_t k = 0; k < handles.size(); ++k) {
+        if (k + kAhead < handles.size()) residencies_.prefetch(handles[k + kAhead]);
+        unpin(handles[k]);
+    }
+    leases_.erase(lease);
+}
+
+bool Index::lease_release(uint64_t lease) {
+    const std::lock_guard lock(mutex_);
+    const auto found = leases_.find(lease);
+    if (found == leases_.end()) return false;
+    end_lease(found);
+    return true;
+}
+
+std::pair<size_t, size_t> Index::expire(double now) {
+    check_deadline(now);
+    const std::lock_guard lock(mutex_);
+    std::pair<size_t, size_t> ended{0, 0};
+    for (auto at = leases_.begin(); at != leases_.end();) {
+        const auto lease = at++;
+        if (lease->second.deadline > now) continue;
+        end_lease(lease);
+        ++ended.first;
+    }
+    for (const Pending& pending : pending_) {
+        if (pending.residency == kNone || pending.deadline > now) continue;
+        doom(pending.residency);
+        ++ended.second;
+    }
+    return ended;
+}
+
+}  // namespace tierkv
