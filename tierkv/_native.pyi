@@ -37,6 +37,8 @@ class Index:
     # Looking up. Only ready residencies count.
     def match(self, space: int, hashes: _U8, tier_mask: int = 15) -> int:
         """The length of the longest prefix of `hashes` in which every block is in a tier of `tier_mask` (bit t)."""
+    def prefix(self, space: int, hashes: _U8, tier_mask: int = 15) -> _U8:
+        """match() that tells where: (length,) uint8, for each block of the prefix the tiers of `tier_mask` that hold it."""
     def lookup(self, space: int, hashes: _U8) -> _U8:
         """(n,) uint8: for each block the mask of the tiers that hold it; 0 where none does."""
     def resolve(self, space: int, hashes: _U8, tier: int) -> tuple[_U32, _U32]:
@@ -55,7 +57,8 @@ class Index:
 
         Outcomes: RESERVE_NEW (a slot of `slots` was taken, in order, for a new pending residency), RESERVE_JOINED
         (pending through another part: write into its slot), RESERVE_KNOWN (ready already), RESERVE_BUSY (this part
-        is being written or was written, or the same hash stood earlier in this call), RESERVE_NO_SLOT (`slots` was
+        is being written or was written, the same hash stood earlier in this call, or the block is pending with another
+        part count), RESERVE_NO_SLOT (`slots` was
         used up). NEW and JOINED hold one pin until commit() or abort(); slot and handle are NO_SLOT for the others.
         """
     def commit(self, handles: _U32, part: int) -> _Bool:
@@ -65,8 +68,8 @@ class Index:
         """Gives reservations up: the pending blocks are doomed, all their parts with them."""
     def attach(self, handles: _U32, tier: int, slots: _U32, size_class: int) -> _Bool:
         """Adds a ready residency in another `tier` to the blocks of pinned, ready `handles` (for promotion and
-        demotion), most recently used. False where the source was doomed or the block was in `tier` already: its slot is
-        not taken."""
+        demotion), most recently used, the first block the most; FLAG_REUSED goes with the block. False where the source was doomed
+        or the block was in `tier` already: its slot is not taken."""
 
     # Pins.
     def acquire(self, space: int, hashes: _U8, tier_order: bytes) -> tuple[_U8, _U32, _U32, _U32]:

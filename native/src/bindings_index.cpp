@@ -47,6 +47,20 @@ void bind_lookups(nb::class_<Index>& index) {
             nb::arg("space"), nb::arg("hashes"), nb::arg("tier_mask") = 15,
             nb::sig("def match(self, space: int, hashes: _U8, tier_mask: int = 15) -> int"))
         .def(
+            "prefix",
+            [](Index& self, nb::handle space, nb::handle hashes, nb::handle tier_mask) {
+                const uint32_t number = u32(space, "space"), mask = u32(tier_mask, "tier_mask");
+                const Hashes keys(hashes);
+                std::vector<uint8_t> masks(keys.size());
+                {
+                    const nb::gil_scoped_release release;
+                    masks.resize(self.prefix(number, span_of(keys), mask, masks));
+                }
+                return Result<uint8_t>::of(masks).take();
+            },
+            nb::arg("space"), nb::arg("hashes"), nb::arg("tier_mask") = 15,
+            nb::sig("def prefix(self, space: int, hashes: _U8, tier_mask: int = 15) -> _U8"))
+        .def(
             "lookup",
             [](Index& self, nb::handle space, nb::handle hashes) {
                 const uint32_t number = u32(space, "space");
@@ -198,14 +212,17 @@ void bind_pins_and_order(nb::class_<Index>& index) {
             nb::arg("handles"), nb::sig("def release(self, handles: _U32) -> None"))
         .def(
             "touch",
-            [](Index& self, nb::handle space, nb::handle hashes, nb::handle tier_mask, bool suffix_first) {
+            [](Index& self, nb::handle space, nb::handle hashes, nb::handle tier_mask, bool suffix_first, bool mark,
+               bool move) {
                 const uint32_t number = u32(space, "space"), mask = u32(tier_mask, "tier_mask");
                 const Hashes keys(hashes);
                 const nb::gil_scoped_release release;
-                self.touch(number, span_of(keys), mask, suffix_first);
+                self.touch(number, span_of(keys), mask, suffix_first, mark, move);
             },
             nb::arg("space"), nb::arg("hashes"), nb::arg("tier_mask") = 15, nb::arg("suffix_first") = true,
-            nb::sig("def touch(self, space: int, hashes: _U8, tier_mask: int = 15, suffix_first: bool = True) -> None"))
+            nb::arg("mark") = true, nb::arg("move") = true,
+            nb::sig("def touch(self, space: int, hashes: _U8, tier_mask: int = 15, suffix_first: bool = True, "
+                    "mark: bool = True, move: bool = True) -> None"))
         .def(
             "victims",
             [](Index& self, nb::handle tier, nb::handle size_class, nb::handle count) {
@@ -300,14 +317,24 @@ void bind_removing(nb::class_<Index>& index) {
             "take_freed",
             [](Index& self, nb::handle tier) {
                 const uint32_t where = u32(tier, "tier");
-                Freed freed;
+                std::deque<Freed> freed;
                 {
                     const nb::gil_scoped_release release;
                     freed = self.take_freed(where);
                 }
-                return nb::make_tuple(
-                    Result<uint32_t>::of(freed.slots).take(), Result<uint32_t>::of(freed.spaces).take(),
-                    Result<uint8_t>::of(freed.hashes, 32).take(), Result<uint8_t>::of(freed.size_classes).take());
+                const size_t count = freed.size();
+                Result<uint32_t> slots(count), spaces(count);
+                Result<uint8_t> hashes(count, 32), size_classes(count);
+                {
+                    const nb::gil_scoped_release release;
+                    for (size_t k = 0; k < count; ++k) {
+                        slots.span()[k] = freed[k].slot;
+                        spaces.span()[k] = freed[k].space;
+                        std::memcpy(hashes.span().data() + 32 * k, freed[k].hash, 32);
+                        size_classes.span()[k] = freed[k].size_class;
+                    }
+                }
+                return nb::make_tuple(slots.take(), spaces.take(), hashes.take(), size_classes.take());
             },
             nb::arg("tier"), nb::sig("def take_freed(self, tier: int) -> tuple[_U32, _U32, _U8, _U8]"));
 }

@@ -31,7 +31,7 @@ class HashTable {
     explicit HashTable(HashOf hash_of)
         : hash_of_(std::move(hash_of)), region_(kSegmentLimit * kSegmentSlots * sizeof(uint32_t)) {
         directory_.push_back(0);
-        segments_.push_back(new_segment(kSegmentSlots, 0));
+        segments_.push_back(new_segment(kSegmentSlots, 0, 0));
     }
 
     // A walk along the slots where a hash may be.
@@ -61,7 +61,7 @@ class HashTable {
     // `number` must not be in the table yet. std::bad_alloc leaves the content as it was.
     void insert(uint64_t hash, uint32_t number) {
         uint32_t which = directory_[directory_position(hash)];
-        while (segments_[which].count >= most(segments_[which].mask)) {
+        while (segments_[which].count >= segments_[which].most) {
             make_room(which, hash);
             which = directory_[directory_position(hash)];
         }
@@ -97,8 +97,8 @@ class HashTable {
     size_t segments() const { return segments_.size(); }
     size_t directory_size() const { return directory_.size(); }
     size_t bytes() const {
-        return region_.usable_bytes() + grown_bytes_ + segments_.capacity() * sizeof(Segment) +
-               (directory_.capacity() + moving_.capacity()) * sizeof(uint32_t);
+        return region_.usable_bytes() + grown_bytes_ + spare_.capacity() * sizeof(uint32_t*) +
+               segments_.capacity() * sizeof(Segment) + (directory_.capacity() + moving_.capacity()) * sizeof(uint32_t);
     }
 
     // Visits the number of each record; null, or what is wrong with the table's own order.
@@ -141,18 +141,23 @@ class HashTable {
         uint32_t* slots;
         uint32_t mask;
         uint32_t count;
+        uint32_t most;                      // splits when it has as many
         uint32_t depth;                     // how many top bits all its records share
         std::unique_ptr<uint32_t[]> grown;  // the slots, where they are more than kSegmentSlots
     };
 
     static uint32_t tag_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 32) & 15; }
     static uint32_t slot_of(uint64_t hash, uint32_t number) { return tag_of(hash) << 28 | number; }
-    // Walks stay short below 13/16.
-    static uint32_t most(uint32_t mask) { return static_cast<uint32_t>((uint64_t{mask} + 1) * 13 / 16); }
+    // How full a segment gets before it is split: 10/16 to 13/16 of its slots (walks are short below that). Equal
+    // limits would make all segments split at about the same time, since they fill evenly.
+    static uint32_t most(uint32_t slots, size_t which) {
+        const uint64_t spread = (which * 0x9E3779B97F4A7C15) >> 56;
+        return static_cast<uint32_t>(uint64_t{slots} * (10 * 256 + 3 * spread) / (16 * 256));
+    }
     size_t directory_position(uint64_t hash) const { return static_cast<size_t>((hash >> 1) >> (63 - depth_)); }
 
-    Segment new_segment(uint32_t slots, uint32_t depth) {
-        Segment segment{nullptr, slots - 1, 0, depth, nullptr};
+    Segment new_segment(uint32_t slots, uint32_t depth, size_t which) {
+        Segment segment{nullptr, slots - 1, 0, most(slots, which), depth, nullptr};
         if (slots > kSegmentSlots) {
             segment.grown = std::make_unique_for_overwrite<uint32_t[]>(slots);
             segment.slots = segment.grown.get();
@@ -189,7 +194,7 @@ class HashTable {
                 for (size_t position = 0; position < doubled.size(); ++position)
                     doubled[position] = directory_[position / 2];
             }
-            Segment sibling = new_segment(segments_[which].mask + 1, depth + 1);
+            Segment sibling = new_segment(segments_[which].mask + 1, depth + 1, segments_.size());
             // Nothing below throws.
             if (!doubled.empty()) {
                 directory_.swap(doubled);
@@ -212,7 +217,7 @@ class HashTable {
         const uint64_t slots = 2 * (uint64_t{segments_[which].mask} + 1);
         if (slots > uint64_t{1} << 30) throw std::bad_alloc();
         spare_.reserve(spare_.size() + 1);
-        Segment larger = new_segment(static_cast<uint32_t>(slots), depth);
+        Segment larger = new_segment(static_cast<uint32_t>(slots), depth, which);
         Segment& old = segments_[which];
         take_out(old);
         if (old.grown != nullptr) {

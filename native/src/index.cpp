@@ -51,33 +51,7 @@ void check_deadline(double deadline) {
     if (std::isnan(deadline)) refuse("deadline must not be NaN");
 }
 
-uint64_t splitmix64(uint64_t& state) {
-    state += 0x9E3779B97F4A7C15;
-    uint64_t word = state;
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9;
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB;
-    return word ^ (word >> 31);
-}
-
-// The two halves of the product, folded: every bit of both factors reaches every bit of the result.
-inline uint64_t fold(uint64_t a, uint64_t b) {
-    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
-    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-}
-
 }  // namespace
-
-Index::Mixer::Mixer(uint64_t seed) {
-    for (uint64_t& key : keys) key = splitmix64(seed) | 1;
-}
-
-inline uint64_t Index::Mixer::operator()(const uint8_t* hash, uint32_t space) const {
-    uint64_t words[4];
-    std::memcpy(words, hash, sizeof words);
-    const uint64_t front = fold(words[0] ^ keys[0], words[1] ^ keys[1]);
-    const uint64_t back = fold(words[2] ^ keys[2], words[3] ^ keys[3]);
-    return fold(front ^ keys[4] ^ (uint64_t{space} << 17), back ^ keys[5] ^ (uint64_t{space} << 5));
-}
 
 Index::Index(uint64_t seed)
     : mixer_(seed),
@@ -262,11 +236,11 @@ void Index::free_residency(uint32_t residency) {
     Residency& record = residencies_[residency];
     const uint32_t number = record.entry;
     Entry& entry = entries_[number];
-    Freed& freed = freed_[record.tier];
-    freed.slots.push_back(record.slot);
-    freed.spaces.push_back(entry.space);
-    freed.hashes.insert(freed.hashes.end(), entry.hash, entry.hash + kHashBytes);
-    freed.size_classes.push_back(record.size_class);
+    Freed& freed = freed_[record.tier].emplace_back();
+    freed.slot = record.slot;
+    freed.space = entry.space;
+    std::memcpy(freed.hash, entry.hash, kHashBytes);
+    freed.size_class = record.size_class;
     if (entry.first() == residency) {
         entry.set_first(record.next);
     } else {
@@ -314,6 +288,21 @@ size_t Index::match(uint32_t space, HashSpan hashes, uint32_t tier_mask) {
         for (const uint32_t entry : entries) {
             if (entry == kNone || (entries_[entry].tiers() & tier_mask) == 0) return false;
             ++length;
+        }
+        return true;
+    });
+    return length;
+}
+
+size_t Index::prefix(uint32_t space, HashSpan hashes, uint32_t tier_mask, std::span<uint8_t> masks) {
+    check_mask(tier_mask);
+    const std::lock_guard lock(mutex_);
+    size_t length = 0;
+    each_group(space, hashes, [&](size_t, std::span<const uint32_t> entries) {
+        for (const uint32_t entry : entries) {
+            const uint32_t tiers = entry == kNone ? 0 : entries_[entry].tiers() & tier_mask;
+            if (tiers == 0) return false;
+            masks[length++] = static_cast<uint8_t>(tiers);
         }
         return true;
     });
@@ -392,16 +381,6 @@ size_t Index::reserve(uint32_t space, HashSpan hashes, uint32_t tier, std::span<
     }
     const std::lock_guard lock(mutex_);
     find_all(space, hashes);
-    for (size_t k = 0; k < hashes.count; ++k) {
-        if (found_[k] == kNone) continue;
-        const uint32_t residency = residency_in(found_[k], tier);
-        if (residency == kNone || residencies_[residency].state != State::kPending) continue;
-        const uint32_t expected = pending_[residencies_[residency].order].part_count;
-        if (expected != part_count) {
-            refuse("the block at position " + std::to_string(k) + " is pending with " + std::to_string(expected) +
-                   " parts, not " + std::to_string(part_count));
-        }
-    }
     const size_t most_new = std::min(hashes.count, slots.size());
     entries_.ensure(most_new);
     residencies_.ensure(most_new);
@@ -425,7 +404,9 @@ size_t Index::reserve(uint32_t space, HashSpan hashes, uint32_t tier, std::span<
             outcome = Reserve::kKnown;
         } else {
             const Pending& pending = pending_[residencies_[residency].order];
-            outcome = ((pending.written | pending.writing) & bit) != 0 ? Reserve::kBusy : Reserve::kJoined;
+            // Another part count: the whole block is on its way (a promotion), or its parts are. Theirs counts.
+            const bool busy = pending.part_count != part_count || ((pending.written | pending.writing) & bit) != 0;
+            outcome = busy ? Reserve::kBusy : Reserve::kJoined;
         }
         const bool reserved = outcome == Reserve::kNew || outcome == Reserve::kJoined;
         if (reserved) {
@@ -510,8 +491,14 @@ void Index::attach(std::span<const uint32_t> handles, uint32_t tier, std::span<c
     found_.resize(handles.size());
     for (size_t k = 0; k < handles.size(); ++k) {
         const Residency& source = residencies_[handles[k]];
-        added[k] = source.state == State::kReady && residency_in(source.entry, tier) == kNone;
-        if (added[k]) found_[k] = add_residency(source.entry, tier, slots[k], size_class, State::kReady);
+        // A keyspace that is being cleared gets no copies of what is about to go.
+        const bool lasting = clearing_.empty() || std::find(clearing_.begin(), clearing_.end(),
+                                                            entries_[source.entry].space) == clearing_.end();
+        added[k] = source.state == State::kReady && lasting && residency_in(source.entry, tier) == kNone;
+        if (!added[k]) continue;
+        const uint8_t reused = source.flags & kFlagReused;
+        found_[k] = add_residency(source.entry, tier, slots[k], size_class, State::kReady);
+        residencies_[found_[k]].flags |= reused;
     }
     order_.begin_call();
     for (size_t k = handles.size(); k-- > 0;) {
@@ -562,7 +549,7 @@ void Index::release(std::span<const uint32_t> handles) {
     }
 }
 
-void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first) {
+void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first, bool mark, bool move) {
     check_mask(tier_mask);
     const std::lock_guard lock(mutex_);
     find_all(space, hashes);
@@ -585,8 +572,8 @@ void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suff
              residency = residencies_[residency].next) {
             Residency& record = residencies_[residency];
             if (record.state != State::kReady || (tier_mask >> record.tier & 1) == 0) continue;
-            record.flags |= kFlagReused;
-            order_.use(residency);
+            if (mark) record.flags |= kFlagReused;
+            if (move) order_.use(residency);
         }
     }
 }
@@ -597,6 +584,10 @@ void Index::erase(std::span<const uint32_t> handles) {
                   [](const Residency& record) { return record.state != State::kPending; });
     for (size_t k = 0; k < handles.size(); ++k) {
         if (k + kAhead < handles.size()) entries_.prefetch(residencies_[handles[k + kAhead]].entry);
+        if (k + kAhead / 2 < handles.size()) {
+            const Entry& coming = entries_[residencies_[handles[k + kAhead / 2]].entry];
+            table_.prefetch(table_.start(mixer_(coming.hash, coming.space)));
+        }
         if (residencies_[handles[k]].state == State::kReady) doom(handles[k]);
         unpin(handles[k]);
     }
@@ -621,10 +612,12 @@ size_t Index::remove(uint32_t space, HashSpan hashes, uint32_t tier_mask) {
     return removed;
 }
 
-Freed Index::take_freed(uint32_t tier) {
+std::deque<Freed> Index::take_freed(uint32_t tier) {
     check_tier(tier);
+    std::deque<Freed> taken;
     const std::lock_guard lock(mutex_);
-    return std::exchange(freed_[tier], Freed{});
+    taken.swap(freed_[tier]);
+    return taken;
 }
 
 uint64_t Index::lease(double deadline) {

@@ -4,19 +4,22 @@
 // named and erased by the caller. Vocabulary and meaning of every call: tierkv/_native.pyi.
 //
 // Thread safety: every method may be called from any thread; one mutex guards all. Calls that may have to walk the
-// whole index (choose_in_slots, choose_lacking) let others in between.
+// whole index (choose_in_slots, choose_lacking, clear) let others in between.
 //
 // Errors: std::invalid_argument for bad arguments, before anything has changed; std::bad_alloc.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "mixer.hpp"
 #include "records.hpp"
 #include "use_order.hpp"
 
@@ -43,10 +46,12 @@ struct Chosen {
     std::vector<uint8_t> flags, tiers;
 };
 
+// A slot that nothing uses any more, and the block that was in it.
 struct Freed {
-    std::vector<uint32_t> slots, spaces;
-    std::vector<uint8_t> hashes;  // 32 bytes each
-    std::vector<uint8_t> size_classes;
+    uint32_t slot;
+    uint32_t space;
+    uint8_t hash[kHashBytes];
+    uint8_t size_class;
 };
 
 struct Exported {
@@ -78,6 +83,7 @@ class Index {
     Index& operator=(const Index&) = delete;
 
     size_t match(uint32_t space, HashSpan hashes, uint32_t tier_mask);
+    size_t prefix(uint32_t space, HashSpan hashes, uint32_t tier_mask, std::span<uint8_t> masks);
     void lookup(uint32_t space, HashSpan hashes, std::span<uint8_t> masks);
     void resolve(uint32_t space, HashSpan hashes, uint32_t tier, std::span<uint32_t> slots,
                  std::span<uint32_t> generations);
@@ -98,7 +104,7 @@ class Index {
     void acquire(uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order, const AcquiredSpans& acquired);
     void release(std::span<const uint32_t> handles);
 
-    void touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first);
+    void touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first, bool mark, bool move);
     Chosen victims(uint32_t tier, uint32_t size_class, size_t count);
     Chosen choose_in_slots(uint32_t tier, std::span<const uint32_t> slots);
     Chosen choose_lacking(uint32_t tier, uint32_t other, size_t count, uint32_t after);
@@ -107,7 +113,7 @@ class Index {
 
     size_t remove(uint32_t space, HashSpan hashes, uint32_t tier_mask);
     size_t clear(uint32_t space);
-    Freed take_freed(uint32_t tier);
+    std::deque<Freed> take_freed(uint32_t tier);
 
     uint64_t lease(double deadline);
     void lease_add(uint64_t lease, uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order,
@@ -123,12 +129,6 @@ class Index {
     std::string check();
 
   private:
-    // Mixes all 32 bytes, the keyspace and the seed, so that hashes with equal beginnings spread evenly.
-    struct Mixer {
-        uint64_t keys[6];
-        explicit Mixer(uint64_t seed);
-        uint64_t operator()(const uint8_t* hash, uint32_t space) const;
-    };
     struct HashOfEntry {
         const Mixer* mixer;
         const RecordPool<Entry>* entries;
@@ -187,7 +187,8 @@ class Index {
     std::vector<uint32_t> pending_free_;
     std::unordered_map<uint64_t, Lease> leases_;
     uint64_t last_lease_ = 0;
-    Freed freed_[kTierCount];
+    std::deque<Freed> freed_[kTierCount];
+    std::vector<uint32_t> clearing_;  // keyspaces that clear() is walking for
     uint32_t last_generation_ = 0;
     uint64_t ready_[kTierCount] = {};
     uint64_t doomed_ = 0;

@@ -99,16 +99,28 @@ Oldest Index::oldest(uint32_t tier) {
 }
 
 size_t Index::clear(uint32_t space) {
-    const std::lock_guard lock(mutex_);
-    size_t removed = 0;
-    for (uint32_t residency = 0; residency < residencies_.end(); ++residency) {
-        const Residency& record = residencies_[residency];
-        if (record.state != State::kReady && record.state != State::kPending) continue;
-        if (entries_[record.entry].space != space) continue;
-        doom(residency);
-        ++removed;
+    {
+        const std::lock_guard lock(mutex_);
+        clearing_.push_back(space);
     }
-    return removed;
+    size_t removed = 0;
+    for (uint32_t first = 0;;) {
+        const std::lock_guard lock(mutex_);
+        const uint32_t end = residencies_.end();
+        if (first >= end) {
+            clearing_.erase(std::find(clearing_.begin(), clearing_.end(), space));
+            return removed;
+        }
+        const uint32_t stop = first + std::min(kStride, end - first);
+        for (; first < stop; ++first) {
+            if (first + kAhead < end) entries_.prefetch(residencies_[first + kAhead].entry);
+            const Residency& record = residencies_[first];
+            if (record.state != State::kReady && record.state != State::kPending) continue;
+            if (entries_[record.entry].space != space) continue;
+            doom(first);
+            ++removed;
+        }
+    }
 }
 
 Exported Index::export_ready(uint32_t space, uint32_t tier, uint32_t after, size_t count) {
@@ -137,10 +149,7 @@ uint64_t Index::bytes() const {
     uint64_t total = sizeof(Index) + entries_.bytes() + residencies_.bytes() + table_.bytes() + order_.bytes();
     total += pending_.capacity() * sizeof(Pending) + pending_free_.capacity() * sizeof(uint32_t);
     total += found_.capacity() * sizeof(uint32_t);
-    for (const Freed& freed : freed_) {
-        total += (freed.slots.capacity() + freed.spaces.capacity()) * sizeof(uint32_t);
-        total += freed.hashes.capacity() + freed.size_classes.capacity();
-    }
+    for (const std::deque<Freed>& freed : freed_) total += freed.size() * sizeof(Freed);
     // A map's node: its value, a link and the allocator's header.
     total += leases_.bucket_count() * sizeof(void*);
     for (const auto& [number, lease] : leases_) {

@@ -31,8 +31,6 @@ from tierkv.store.sharing import Sharing
 from tierkv.store.statistics import StoreStats
 from tierkv.store.writing import Writers
 from tierkv.tiers.base import Tier
-from tierkv.tiers.dfs import DfsTier
-from tierkv.tiers.nvme import NvmeTier
 from tierkv.types import ALL_TIERS, NO_TIER, BoolArray, HashArray, TierKind, UInt8Array
 
 Query = tuple[Keyspace, HashArray]
@@ -95,9 +93,14 @@ class Store:
         clock = clock or SystemClock()
         opened: list[Tier] = []
         try:
+            # Imported where they are used: a store of DRAM alone needs neither LMDB nor io_uring.
             if config.nvme is not None:
+                from tierkv.tiers.nvme import NvmeTier
+
                 opened.append(NvmeTier(config.nvme, clock=clock))
             if config.dfs is not None:
+                from tierkv.tiers.dfs import DfsTier
+
                 opened.append(DfsTier(config.dfs, clock=clock))
             lower = {tier.info.kind: wrap_tier(tier) if wrap_tier else tier for tier in opened}
             core = Core(config, clock, lower)
@@ -168,18 +171,13 @@ class Store:
         hashes = self._checked(space, hashes)
         core = self._core
         core.expire()
-        length = core.index.match(space.number, hashes)
-        if length < len(hashes) and self._sharing and core.config.dfs is not None:
+        masks = core.index.prefix(space.number, hashes)
+        if len(masks) < len(hashes) and core.config.dfs is not None:
             for sharing in self._sharing:
-                if sharing.probe(
-                    space, np.ascontiguousarray(hashes[length:]), core.config.dfs.probe_timeout_s
-                ):
-                    length = core.index.match(space.number, hashes)
-        tiers = placement.fastest(core.index.lookup(space.number, np.ascontiguousarray(hashes[:length])))
-        lost = np.flatnonzero(tiers == NO_TIER)
-        if len(lost):  # evicted between the two calls
-            length, tiers = int(lost[0]), tiers[: lost[0]]
-        return Match(length, tiers)
+                missed = np.ascontiguousarray(hashes[len(masks) :])
+                if sharing.probe(space, missed, core.config.dfs.probe_timeout_s):
+                    masks = core.index.prefix(space.number, hashes)
+        return Match(len(masks), placement.fastest(masks))
 
     def lookup(self, queries: Sequence[Query]) -> list[UInt8Array]:
         """For each query (n,) uint8: the mask of the tiers (bit TierKind) that hold each block, 0 for none."""
