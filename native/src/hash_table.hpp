@@ -93,6 +93,12 @@ class HashTable {
         --size_;
     }
 
+    // Makes sure that the next `count` splits find memory.
+    void ensure_segments(size_t count) {
+        if (count > spare_.size()) region_.grow((region_segments_ + count) * kSegmentSlots * sizeof(uint32_t));
+    }
+    std::span<std::byte> take_fresh() { return region_.take_fresh(); }
+
     size_t size() const { return size_; }
     size_t segments() const { return segments_.size(); }
     size_t directory_size() const { return directory_.size(); }

@@ -147,6 +147,10 @@ class Index {
         std::vector<uint32_t> handles;
     };
 
+    // Gets memory for `blocks` more blocks. To be called without the mutex: the kernel may take milliseconds to clear
+    // huge pages, and look-ups must not wait for that.
+    void make_room(size_t blocks);
+
     // All below: the mutex is held.
     template <typename VisitGroup>
     void each_group(uint32_t space, HashSpan hashes, VisitGroup visit);

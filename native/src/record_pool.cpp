@@ -4,6 +4,10 @@
 
 #include <algorithm>
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 namespace tierkv {
 namespace {
 
@@ -48,6 +52,11 @@ void VirtualRegion::grow(size_t bytes) {
     // Only advice: without huge pages everything works, more slowly.
     if (target >= kHugePageBytes) madvise(base_, target, MADV_HUGEPAGE);
     usable_bytes_ = target;
+}
+
+void VirtualRegion::populate(std::span<std::byte> range) {
+    // Small ranges are not worth a call.
+    if (range.size() >= kHugePageBytes / 2) madvise(range.data(), range.size(), MADV_POPULATE_WRITE);
 }
 
 }  // namespace tierkv

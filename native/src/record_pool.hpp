@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <span>
 #include <type_traits>
 
 namespace tierkv {
@@ -26,6 +27,15 @@ class VirtualRegion {
     size_t usable_bytes() const { return usable_bytes_; }
     // Makes at least the first `bytes` usable (zeroed when new); std::bad_alloc leaves everything as it was.
     void grow(size_t bytes);
+    // What has become usable since the last call, for populate().
+    std::span<std::byte> take_fresh() {
+        const std::span<std::byte> fresh(base_ + fresh_from_, usable_bytes_ - fresh_from_);
+        fresh_from_ = usable_bytes_;
+        return fresh;
+    }
+    // Makes the kernel provide the memory now, not at the first write. Only a matter of time, so failures are ignored;
+    // needs no lock, since it changes no content.
+    static void populate(std::span<std::byte> range);
 
   private:
     std::byte* mapping_ = nullptr;
@@ -33,6 +43,7 @@ class VirtualRegion {
     std::byte* base_ = nullptr;
     size_t limit_bytes_ = 0;
     size_t usable_bytes_ = 0;
+    size_t fresh_from_ = 0;
 };
 
 // Records of one type, numbered from 0. A free record's first four bytes hold the number of the next free one.
@@ -59,6 +70,8 @@ class RecordPool {
         if (needed > limit_) throw std::bad_alloc();
         region_.grow(needed * sizeof(Record));
     }
+
+    std::span<std::byte> take_fresh() { return region_.take_fresh(); }
 
     // A zeroed record.
     uint32_t allocate() {
