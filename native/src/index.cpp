@@ -60,6 +60,22 @@ Index::Index(uint64_t seed)
       table_(HashOfEntry{&mixer_, &entries_}),
       order_(residencies_) {}
 
+void Index::make_room(size_t blocks) {
+    // A batch of any size is spread over the segments; few of them split at once.
+    constexpr size_t kSplits = 16;
+    std::span<std::byte> fresh[3];
+    {
+        const std::lock_guard lock(mutex_);
+        entries_.ensure(blocks);
+        residencies_.ensure(blocks);
+        table_.ensure_segments(kSplits);
+        fresh[0] = entries_.take_fresh();
+        fresh[1] = residencies_.take_fresh();
+        fresh[2] = table_.take_fresh();
+    }
+    for (const std::span<std::byte> range : fresh) VirtualRegion::populate(range);
+}
+
 // Looks hashes up in groups, so that the cache misses of a group overlap: while one group is compared, the slots of the
 // next are being fetched. visit(first position, entries of the group) returns false to stop; it must not change the
 // table.
@@ -351,6 +367,7 @@ void Index::insert(uint32_t space, HashSpan hashes, uint32_t tier, std::span<con
     check_class(size_class);
     check_size("slots", slots.size(), hashes.count);
     check_slots(slots);
+    make_room(hashes.count);
     const std::lock_guard lock(mutex_);
     find_all(space, hashes);
     entries_.ensure(hashes.count);
@@ -379,6 +396,7 @@ size_t Index::reserve(uint32_t space, HashSpan hashes, uint32_t tier, std::span<
         refuse("part " + std::to_string(part) + " of " + std::to_string(part_count) +
                ": a block has 1 to 64 parts, counted from 0");
     }
+    make_room(std::min(hashes.count, slots.size()));
     const std::lock_guard lock(mutex_);
     find_all(space, hashes);
     const size_t most_new = std::min(hashes.count, slots.size());
@@ -481,6 +499,7 @@ void Index::attach(std::span<const uint32_t> handles, uint32_t tier, std::span<c
     check_class(size_class);
     check_size("slots", slots.size(), handles.size());
     check_slots(slots);
+    make_room(handles.size());
     const std::lock_guard lock(mutex_);
     for (const uint32_t handle : handles) {
         if (!pinned(handle) || residencies_[handle].state == State::kPending) {
