@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
 TOUCH_CHUNK_BYTES = 16 << 20
+_TOUCH_END_TIMEOUT_S = 30.0
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 _MADV_DONTDUMP = 16
@@ -359,7 +360,7 @@ class Arena:
             self._closed = True
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # bounded: one chunk
+            self._thread.join(_TOUCH_END_TIMEOUT_S)  # it ends after the chunk at hand
             self._thread = None
         if not first:
             return
