@@ -22,16 +22,16 @@ from tierkv.errors import ArgumentError, ClosedError, ConfigError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec, as_hash_array
-from tierkv.memory import slot_bytes_for
+from tierkv.memory import Arena, slot_bytes_for
 from tierkv.store.core import LOOKUP_ORDER, Core, log
 from tierkv.store.loading import Loader
 from tierkv.store.room import Room
-from tierkv.store.saving import Saver
+from tierkv.store.saving import Reservation, Saver
 from tierkv.store.sharing import Sharing
 from tierkv.store.statistics import StoreStats
 from tierkv.store.writing import Writers
 from tierkv.tiers.base import Tier
-from tierkv.types import ALL_TIERS, NO_TIER, BoolArray, HashArray, TierKind, UInt8Array
+from tierkv.types import ALL_TIERS, NO_TIER, BoolArray, HashArray, SlotArray, TierKind, UInt8Array
 
 Query = tuple[Keyspace, HashArray]
 _TICK_S = 0.2
@@ -264,6 +264,28 @@ class Store:
             space, hashes, from_, part, self._timeout(timeout_s, self._core.config.save_timeout_s)
         )
 
+    # For processes that move their own bytes (the agent's clients)
+
+    @property
+    def arena(self) -> Arena:
+        """The DRAM tier's memory, to be mapped by others where the config says dram.shared."""
+        return self._core.dram.arena
+
+    def reserve(
+        self, space: Keyspace, hashes: HashArray, part: int = 0, timeout_s: float | None = None
+    ) -> Reservation:
+        """A save whose bytes the caller writes into the DRAM slots that it is granted; see Reservation."""
+        hashes = self._checked(space, hashes)
+        self._check_part(space, part)
+        self._core.expire()
+        return self._saver.reserve(
+            space, hashes, part, self._timeout(timeout_s, self._core.config.save_timeout_s)
+        )
+
+    def dram_slots(self, space: Keyspace, hashes: HashArray) -> SlotArray:
+        """(n,) uint32: where the blocks are in DRAM now, NO_SLOT for those that are not. Only what a lease holds stays."""
+        return self._core.index.resolve(space.number, self._checked(space, hashes), TierKind.DRAM)[0]
+
     # Removing
 
     def remove(self, space: Keyspace, hashes: HashArray) -> int:
@@ -393,8 +415,7 @@ class Store:
         if not isinstance(fragments, Fragments):
             raise ArgumentError(f"memory is described by tierkv.Fragments, got {type(fragments).__name__}")
         parts = space.part_bytes
-        if not 0 <= part < len(parts):
-            raise ArgumentError(f"part is {part}: {space} has parts 0 to {len(parts) - 1}")
+        self._check_part(space, part)
         if fragments.count != len(hashes):
             raise ArgumentError(
                 f"{len(hashes)} hashes but {fragments.count} blocks of memory: they must be as many"
@@ -404,6 +425,10 @@ class Store:
                 f"the memory has {fragments.bytes_per_block} bytes a block, but part {part} of {space} has "
                 f"{parts[part]}"
             )
+
+    def _check_part(self, space: Keyspace, part: int) -> None:
+        if not 0 <= part < len(space.part_bytes):
+            raise ArgumentError(f"part is {part}: {space} has parts 0 to {len(space.part_bytes) - 1}")
 
     def _timeout(self, timeout_s: float | None, default_s: float) -> float:
         if timeout_s is None:

@@ -2,6 +2,10 @@
 
 A save never fails or blocks its caller: what does not fit in the queue, or finds no room by its deadline, is
 dropped and counted. Blocks that the store knows are only made most recently used.
+
+A reservation is a save whose bytes somebody else writes: it gets the slots, and ends with commit() or abort(). Until
+then its pins keep the slots from being given to other blocks, even when the deadline has passed meanwhile and the
+block was given up: a late writer can only reach a slot that is still its own, and its commit is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv._native import RESERVE_BUSY, RESERVE_JOINED, RESERVE_KNOWN, RESERVE_NEW
+from tierkv._native import RESERVE_BUSY, RESERVE_JOINED, RESERVE_KNOWN, RESERVE_NEW, RESERVE_NO_SLOT
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
@@ -21,23 +25,65 @@ from tierkv.memory import slot_bytes_for
 from tierkv.store.core import Core, log, select
 from tierkv.store.room import Room
 from tierkv.store.writing import Writers
-from tierkv.types import BlockStatus, HashArray, TierKind
+from tierkv.types import NO_SLOT, BlockStatus, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
 
 _CHUNK_BLOCKS = 128
 _CHUNK_BYTES = 256 << 20
 _NO_SLOTS = np.empty(0, np.uint32)
+_GRANT_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     space: Keyspace
     hashes: HashArray
-    source: Fragments
+    source: Fragments | None
+    """None: a reservation."""
     part: int
     job: Job
     accepted: int
     deadline_s: float
     epoch: int
+    status: UInt8Array
+    """(n,) what is decided but not settled yet: a job ends only after the order of use is right."""
+    slots: SlotArray
+    """(n,) DRAM slots of a reservation, NO_SLOT where there is nothing to write."""
+    handles: UInt32Array
+
+
+class Reservation:
+    """DRAM slots for blocks that the holder writes itself. Every reservation must be ended, by commit() or abort()."""
+
+    def __init__(self, saver: Saver, request: _Request) -> None:
+        self._saver = saver
+        self._request = request
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @property
+    def job(self) -> Job:
+        """Done when the slots are granted. OK: write the block where `slots` has one, else it is known already."""
+        return self._request.job
+
+    @property
+    def slots(self) -> SlotArray:
+        """(n,) uint32, NO_SLOT where there is nothing to write. Valid when the job is done."""
+        return self._request.slots
+
+    def commit(self) -> UInt8Array:
+        """Ends the reservation, all bytes being written: (n,) BlockStatus. CANCELLED where the block was given up."""
+        return self._saver.end(self._request, written=self._end())
+
+    def abort(self) -> None:
+        """Ends the reservation; its blocks are given up. Does nothing if it has ended. Waits for a grant under way."""
+        if self._end():
+            self.job.wait(_GRANT_TIMEOUT_S)
+            self._saver.end(self._request, written=False)
+
+    def _end(self) -> bool:
+        with self._lock:
+            ended, self._ended = self._ended, True
+            return not ended
 
 
 class Saver:
@@ -55,52 +101,58 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="tierkv-save", daemon=True)
         self._thread.start()
 
+    def reserve(self, space: Keyspace, hashes: HashArray, part: int, timeout_s: float) -> Reservation:
+        """Queues a reservation."""
+        return Reservation(self, self._submit(space, hashes, None, part, timeout_s))
+
     def submit(
         self, space: Keyspace, hashes: HashArray, source: Fragments, part: int, timeout_s: float
     ) -> Job:
         """Queues a save. The blocks that the queue has no place for are settled as DROPPED, the first ones kept."""
-        job = Job(len(hashes))
-        if job.done():
-            return job
+        return self._submit(space, hashes, source, part, timeout_s).job
+
+    def _submit(
+        self, space: Keyspace, hashes: HashArray, source: Fragments | None, part: int, timeout_s: float
+    ) -> _Request:
+        count = len(hashes)
+        job = Job(count)
         core, config = self._core, self._core.config
         block_bytes = space.part_bytes[part]
+        request = _Request(
+            space, hashes, source, part, job, 0, time.monotonic() + timeout_s, core.epoch(space),
+            np.full(count, BlockStatus.PENDING, np.uint8), np.full(count, NO_SLOT, np.uint32),
+            np.full(count, NO_SLOT, np.uint32),
+        )  # fmt: skip
         with self._condition:
-            if core.closing.is_set():
-                accepted = 0
-            else:
-                accepted = min(
-                    len(hashes),
-                    config.save_queue_blocks - self._queued_blocks,
-                    (config.save_queue_bytes - self._queued_bytes) // block_bytes,
+            if not core.closing.is_set():
+                request.accepted = max(
+                    0,
+                    min(
+                        count,
+                        config.save_queue_blocks - self._queued_blocks,
+                        (config.save_queue_bytes - self._queued_bytes) // block_bytes,
+                    ),
                 )
-            if accepted > 0:
-                request = _Request(
-                    space,
-                    hashes,
-                    source,
-                    part,
-                    job,
-                    accepted,
-                    time.monotonic() + timeout_s,
-                    core.epoch(space),
-                )
+            accepted = request.accepted
+            if accepted:
                 self._queue.append(request)
                 self._queued_blocks += accepted
                 self._queued_bytes += accepted * block_bytes
                 self._condition.notify_all()
-        if accepted < len(hashes):
-            self._settle(
-                job, slice(max(0, accepted), None), BlockStatus.DROPPED, len(hashes) - max(0, accepted)
-            )
-        return job
+        if accepted < count:
+            core.counters.add("dropped", count - accepted)
+            job.settle(slice(accepted, None), BlockStatus.DROPPED)
+        return request
 
     @property
     def queued_blocks(self) -> int:
         return self._queued_blocks
 
-    def _settle(self, job: Job, where: slice | np.ndarray, status: BlockStatus, count: int) -> None:
-        self._core.counters.add("dropped", count)
-        job.settle(where, status)
+    def _decide(self, request: _Request, where: slice | np.ndarray, status: BlockStatus) -> None:
+        """Notes what becomes of blocks; they are settled with their chunk."""
+        request.status[where] = status
+        if status in (BlockStatus.DROPPED, BlockStatus.TIMEOUT):
+            self._core.counters.add("dropped", len(request.status[where]))
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Waits until nothing is queued or being saved; False at the deadline (time.monotonic())."""
@@ -123,14 +175,16 @@ class Saver:
             except Exception:  # the thread must survive; what is open is settled below
                 log.exception("a save failed")
             finally:
-                open_blocks = int(np.count_nonzero(request.job.status == BlockStatus.PENDING))
                 with self._condition:
                     self._queued_blocks -= request.accepted
                     self._queued_bytes -= request.accepted * request.space.part_bytes[request.part]
                     self._running = False
                     self._condition.notify_all()
-                if open_blocks:
-                    self._settle(request.job, slice(None), BlockStatus.DROPPED, open_blocks)
+                request.job.settle(slice(None), request.status)
+                if not request.job.done():
+                    left = int(np.count_nonzero(request.job.status == BlockStatus.PENDING))
+                    self._core.counters.add("dropped", left)
+                    request.job.settle_rest(BlockStatus.DROPPED)
 
     def _save(self, request: _Request) -> None:
         core, space = self._core, request.space
@@ -140,44 +194,50 @@ class Saver:
             # With nothing below, a chain longer than DRAM would push its own head out: keep the head, drop the tail.
             fits = core.dram.slot_map.capacity_slots(slot_bytes_for(space.block_bytes))
             if fits < len(hashes):
-                self._settle(
-                    request.job, slice(fits, request.accepted), BlockStatus.DROPPED, len(hashes) - fits
-                )
+                self._decide(request, slice(fits, request.accepted), BlockStatus.DROPPED)
                 hashes, positions = hashes[:fits], positions[:fits]
-        core.touch(
-            space, hashes, reused=True
-        )  # so that room is not made by evicting what this very chain needs
+        # First, so that room is not made by evicting what this very chain needs.
+        core.touch(space, hashes, reused=True)
         known = index.lookup(space.number, hashes) != 0
         if known.any():
             core.counters.add("known", int(np.count_nonzero(known)))
-            request.job.settle(positions[known], BlockStatus.OK)
+            self._decide(request, positions[known], BlockStatus.OK)
         todo = positions[~known]
         step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
         for start in range(0, len(todo), step):
             chunk = todo[start : start + step]
             if core.closing.is_set() or core.epoch(space) != request.epoch:
-                request.job.settle(todo[start:], BlockStatus.CANCELLED)
+                self._decide(request, todo[start:], BlockStatus.CANCELLED)
                 break
             if time.monotonic() >= request.deadline_s:
-                self._settle(request.job, todo[start:], BlockStatus.TIMEOUT, len(todo) - start)
+                self._decide(request, todo[start:], BlockStatus.TIMEOUT)
                 break
-            self._save_chunk(request, chunk)
+            self._save_blocks(request, chunk)
+            if start + step < len(todo):  # the last chunk is settled after the order of use is right
+                request.job.settle(slice(None), request.status)
         if len(todo):
             # The chunks went in one behind the other; in order of use the chain's head comes last.
             core.touch(space, hashes, reused=False)
             self._writers.saved(space, np.ascontiguousarray(hashes[~known]))
 
-    def _save_chunk(self, request: _Request, chunk: np.ndarray) -> None:
+    def _save_blocks(self, request: _Request, positions: np.ndarray) -> None:
+        """Saves a chunk in as many rounds as room can be made for; what finds none is dropped."""
+        while len(positions):
+            left = self._save_round(request, positions)
+            if len(left) == len(positions):
+                self._decide(request, left, BlockStatus.DROPPED)
+                return
+            positions = left
+
+    def _save_round(self, request: _Request, chunk: np.ndarray) -> np.ndarray:
+        """Reserves, copies and commits what fits now; returns the positions that found no room."""
         core, space, part = self._core, request.space, request.part
         index, hashes = core.index, np.ascontiguousarray(request.hashes[chunk])
         deadline = core.clock.monotonic_s() + core.config.save_timeout_s
-        parts = len(space.part_bytes)
-        arguments = (core.size_class(space), part, parts, deadline)
+        arguments = (core.size_class(space), part, len(space.part_bytes), deadline)
 
         outcome, slots, handles, _ = index.reserve(space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments)
-        new = np.flatnonzero(
-            (outcome != RESERVE_KNOWN) & (outcome != RESERVE_BUSY) & (outcome != RESERVE_JOINED)
-        )
+        new = np.flatnonzero(outcome == RESERVE_NO_SLOT)
         if len(new):
             granted = self._room.allocate(TierKind.DRAM, space, len(new), deadline_s=request.deadline_s)
             if len(granted):
@@ -189,16 +249,14 @@ class Saver:
                     core.dram.slot_map.free(granted[found[3] :])
 
         mine = np.flatnonzero((outcome == RESERVE_NEW) | (outcome == RESERVE_JOINED))
-        core.counters.add("saved", len(mine))
         if len(mine):
             self._copy_in(request, chunk, mine, handles, slots)
         others = (outcome == RESERVE_KNOWN) | (outcome == RESERVE_BUSY)
         if others.any():
             core.counters.add("known", int(np.count_nonzero(others)))
-            request.job.settle(chunk[others], BlockStatus.OK)
-        left = (outcome != RESERVE_NEW) & (outcome != RESERVE_JOINED) & ~others
-        if left.any():
-            self._settle(request.job, chunk[left], BlockStatus.DROPPED, int(np.count_nonzero(left)))
+            self._decide(request, chunk[others], BlockStatus.OK)
+        left: np.ndarray = chunk[outcome == RESERVE_NO_SLOT]
+        return left
 
     def _copy_in(
         self, request: _Request, chunk: np.ndarray, mine: np.ndarray, handles: np.ndarray, slots: np.ndarray
@@ -208,9 +266,13 @@ class Saver:
         taken, reserved = select(mine, slots, handles)
         if core.epoch(space) != request.epoch:  # cleared between the check and the reservation
             core.index.abort(reserved)
-            request.job.settle(chunk[mine], BlockStatus.CANCELLED)
+            self._decide(request, chunk[mine], BlockStatus.CANCELLED)
             return
+        self._decide(request, chunk[mine], BlockStatus.OK)
         source = request.source
+        if source is None:
+            request.slots[chunk[mine]], request.handles[chunk[mine]] = taken, reserved
+            return
         addresses = core.dram.addresses(taken) + space.part_offset(part)
         blocks = np.ascontiguousarray(source.block_ids[chunk[mine]])
         with core.counters.busy(TierKind.DRAM, "write"):
@@ -219,11 +281,39 @@ class Saver:
             except BaseException:
                 core.index.abort(reserved)
                 raise
-        core.index.commit(reserved, part)
+        self._commit(request, reserved)
+
+    def _commit(self, request: _Request, reserved: UInt32Array) -> None:
+        core = self._core
+        core.index.commit(reserved, request.part)
+        core.counters.add("saved", len(reserved))
         core.counters.add_tier(
-            TierKind.DRAM, written_blocks=len(mine), written_bytes=len(mine) * space.part_bytes[part]
+            TierKind.DRAM,
+            written_blocks=len(reserved),
+            written_bytes=len(reserved) * request.space.part_bytes[request.part],
         )
-        request.job.settle(chunk[mine], BlockStatus.OK)
+
+    def end(self, request: _Request, *, written: bool) -> UInt8Array:
+        """Ends a reservation whose slots were written, or not: (n,) BlockStatus."""
+        core, space = self._core, request.space
+        status = request.job.status.copy()
+        granted = np.flatnonzero(request.handles != NO_SLOT)
+        reserved, hashes = select(granted, request.handles, request.hashes)
+        request.handles[granted] = NO_SLOT
+        if not written:
+            core.index.abort(reserved)
+            status[granted] = BlockStatus.CANCELLED
+        elif len(granted):
+            self._commit(request, reserved)
+            # Given up meanwhile (deadline, clear, remove): neither known nor pending any more.
+            arguments = (core.size_class(space), request.part, len(space.part_bytes), 0.0)
+            outcome = core.index.reserve(space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments)[0]
+            lost = (outcome == RESERVE_NO_SLOT) & (core.index.lookup(space.number, hashes) == 0)
+            status[granted[lost]] = BlockStatus.CANCELLED
+            core.touch(space, request.hashes, reused=False)
+            self._writers.saved(space, hashes)
+        core.drain(TierKind.DRAM)
+        return status
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread; core.closing must be set. What is still queued is settled as CANCELLED."""
