@@ -21,7 +21,8 @@ from tierkv.store import Store
 from tierkv.testing.buffers import GUARD_BYTE, PagedCache, make_spec, part_payload
 from tierkv.testing.faults import FaultKind, FaultyTier, damage_file
 from tierkv.tiers.base import Batch, Tier
-from tierkv.types import BlockStatus, HashArray, TierKind
+from tierkv.tiers.dfs_format import HEADER_BYTES, file_bytes
+from tierkv.types import SLOT_GRANULE_BYTES, BlockStatus, HashArray, TierKind
 
 TIMEOUT_S = 30.0
 OK = int(BlockStatus.OK)
@@ -65,6 +66,8 @@ class Rig(AbstractContextManager["Rig"]):
         def capacity(blocks: int) -> int:
             return capacity_for(blocks, block_bytes, slab_bytes)
 
+        self.dfs_block_bytes = file_bytes(block_bytes)
+
         (directory / "dfs").mkdir(exist_ok=True, parents=True)
         self.config = StoreConfig(
             dram=DramConfig(
@@ -88,7 +91,7 @@ class Rig(AbstractContextManager["Rig"]):
             else None,
             dfs=DfsConfig(
                 directory=str(directory / "dfs"),
-                capacity_bytes=None if dfs_blocks is None else capacity(dfs_blocks),
+                capacity_bytes=None if dfs_blocks is None else self.dfs_block_bytes * dfs_blocks,
                 **{"sync": False, "probe_timeout_s": 10.0, "threads": 2, **(dfs or {})},
             )
             if dfs_blocks != 0
@@ -103,19 +106,32 @@ class Rig(AbstractContextManager["Rig"]):
         return Store(self.config, clock=self.clock, wrap_tier=self._wrap)
 
     def _wrap(self, tier: Tier) -> Tier:
-        faulty = FaultyTier(tier, damage=self._damage)
         if tier.info.kind is TierKind.NVME:
-            self.nvme = faulty
+            self.nvme = FaultyTier(tier, damage=self._damage_slot)
+            return self.nvme
+        self.dfs = FaultyTier(tier, damage=self._damage_file)
+        return self.dfs
+
+    def _damage_slot(self, batch: Batch, position: int, kind: FaultKind) -> None:
+        self.damage_slot(batch.space, int(batch.slots[position]), kind)
+
+    def _damage_file(self, batch: Batch, position: int, kind: FaultKind) -> None:
+        self.damage_file(batch.space, batch.hashes[position].tobytes(), kind)
+
+    def damage_slot(self, space: Keyspace, slot: int, kind: FaultKind) -> None:
+        """Damages a block in the slot file."""
+        offset = slot * SLOT_GRANULE_BYTES
+        damage_file(self.directory / "nvme" / "slots.dat", kind, offset, space.block_bytes)
+
+    def damage_file(self, space: Keyspace, block_hash: bytes, kind: FaultKind) -> None:
+        """Damages a block's file in the shared directory: its payload, or (TORN) its length."""
+        assert self.config.dfs is not None
+        name = block_hash.hex()
+        path = Path(self.config.dfs.directory) / "v1" / space.digest.hex() / name[:2] / name
+        if kind is FaultKind.FLIPPED:
+            damage_file(path, kind, HEADER_BYTES, 64)
         else:
-            self.dfs = faulty
-        return faulty
-
-    def _damage(self, batch: Batch, position: int, kind: FaultKind) -> None:
-        self.damage_block(batch.space, batch.hashes[position].tobytes(), int(batch.slots[position]), kind)
-
-    def damage_block(self, space: Keyspace, block_hash: bytes, slot: int, kind: FaultKind) -> None:
-        """Damages the copies of a block on the media."""
-        raise NotImplementedError
+            damage_file(path, kind)
 
     def reopen(self, flush_timeout_s: float = TIMEOUT_S) -> None:
         """Closes the store and opens it again on the same directory."""

@@ -96,6 +96,7 @@ def test_second_touch_keeps_out_what_was_used_once(tmp_path: Path) -> None:
 # The order of eviction.
 
 
+EVERYTHING = np.concatenate([chain_hashes(number, 7, common=2) for number in range(4)])
 histories = st.lists(
     st.tuples(
         st.sampled_from(["save", "save", "save", "touch", "load", "remove", "lease", "release"]),
@@ -119,6 +120,9 @@ def test_one_tier_holds_exactly_what_the_lru_model_says(
             hashes = rows(chain_hashes(chain, 7, common=2), slice(start, start + length))
             keys = keys_of(space, hashes)
             if kind == "save":
+                # A chain longer than what is not leased would have to push its own head out.
+                room = model.capacity - len({key for _, held in leases for key in held} - set(keys))
+                hashes, keys = rows(hashes, slice(room)), keys[:room]
                 statuses = save(rig.store, space, hashes)
                 assert [status == OK for status in statuses] == model.save(keys)
             elif kind == "touch":
@@ -139,15 +143,11 @@ def test_one_tier_holds_exactly_what_the_lru_model_says(
                 lease, held = leases.pop()
                 assert lease.release()
                 model.unpin(held)
-            everything = np.concatenate([chain_hashes(number, 7, common=2) for number in range(4)])
-            found = {
-                key
-                for key, mask in zip(
-                    keys_of(space, everything), masks(rig.store, space, everything), strict=True
-                )
-                if mask
-            }
-            assert found == set(model.content())
+            found = masks(rig.store, space, EVERYTHING)
+            expected = [key in model for key in keys_of(space, EVERYTHING)]
+            assert [mask != 0 for mask in found] == expected, (
+                f"after {kind} {chain}[{start}:{start + length}]"
+            )
         for lease, _ in leases:
             lease.release()
         assert rig.store.stats().tiers["dram"].evicted_blocks == model.evicted

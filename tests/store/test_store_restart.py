@@ -160,7 +160,7 @@ def test_damage_done_while_closed_is_a_counted_miss(tmp_path: Path) -> None:
         rig.store.close()
         for position in (2, 6):
             block_hash = hashes[position].tobytes()
-            rig.damage_block(space, block_hash, residents[block_hash], FaultKind.FLIPPED)
+            rig.damage_slot(space, residents[block_hash], FaultKind.FLIPPED)
         rig.store = Store(rig.config, clock=rig.clock, wrap_tier=rig._wrap)
         space = rig.space()
         corrupt = int(BlockStatus.CORRUPT)
@@ -213,7 +213,7 @@ def test_a_damaged_file_is_never_given_out(tmp_path: Path, kind: FaultKind, code
         assert rig.store.flush(TIMEOUT_S)
         rig.reopen()
         space = rig.space()
-        rig.damage_block(space, hashes[2].tobytes(), 0, kind)
+        rig.damage_file(space, hashes[2].tobytes(), kind)
         assert rig.store.match(space, hashes).length == 4
         corrupt = int(BlockStatus.CORRUPT)
         assert load(rig.store, space, hashes) == [OK, OK, corrupt, OK]

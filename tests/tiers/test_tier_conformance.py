@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from tierkv.config import DramConfig
+from tierkv.config import Codec, DfsConfig, DramConfig
 from tierkv.keys import Keyspace
-from tierkv.testing.faults import FaultyTier
+from tierkv.testing.faults import FaultKind, FaultyTier, damage_file
 from tierkv.testing.memory_tier import MemoryMedium, MemoryTier
 from tierkv.testing.tiers import TierConformance
 from tierkv.testing.wrappers import CountingTier, LatencyTier
 from tierkv.tiers.base import Tier
+from tierkv.tiers.dfs import DfsTier
+from tierkv.tiers.dfs_format import HEADER_BYTES
 from tierkv.tiers.dram import DramTier
 
 
@@ -60,3 +62,44 @@ class TestSharedDramTier(TestDramTier):
     """The arena that other processes can map."""
 
     shared_memory = True
+
+
+class TestDfsTier(TierConformance):
+    """Files on a shared directory, as they are."""
+
+    durable = True
+    shared = True
+    content_addressed = True
+    codec: ClassVar[Codec] = "none"
+
+    def make_tier(self, directory: Path) -> Tier:
+        config = DfsConfig(
+            directory=str(directory),
+            capacity_bytes=self.capacity_bytes,
+            codec=self.codec,
+            threads=3,
+            sync=False,
+        )
+        return DfsTier(config)
+
+    def damage(self, tier: Tier, space: Keyspace, block_hash: bytes, slot: int) -> None:
+        root = Path(tier.info.name.removeprefix("dfs "))
+        path = root / "v1" / space.digest.hex() / block_hash.hex()[:2] / block_hash.hex()
+        damage_file(path, FaultKind.FLIPPED, HEADER_BYTES, 64)
+
+
+class TestDfsTierZstd(TestDfsTier):
+    """Compressed; what does not shrink (a quarter of the blocks) is stored as it is."""
+
+    codec = "zstd"
+
+    def payload(self, space: Keyspace, block_hash: bytes) -> bytes:
+        if block_hash[0] % 4 == 0:
+            return super().payload(space, block_hash)
+        return (super().payload(space, block_hash)[:40] * (space.block_bytes // 40 + 1))[: space.block_bytes]
+
+
+class TestDfsTierPlanes(TestDfsTierZstd):
+    """Compressed after a split into byte planes."""
+
+    codec = "zstd-planes"
