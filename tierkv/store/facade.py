@@ -283,7 +283,7 @@ class Store:
         )
 
     def dram_slots(self, space: Keyspace, hashes: HashArray) -> SlotArray:
-        """(n,) uint32: where the blocks are in DRAM now, NO_SLOT for those that are not. Only what a lease holds stays."""
+        """(n,) uint32: where the blocks are in DRAM now, NO_SLOT where they are not. Only what a lease holds stays."""
         return self._core.index.resolve(space.number, self._checked(space, hashes), TierKind.DRAM)[0]
 
     # Removing
