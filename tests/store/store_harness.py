@@ -90,9 +90,14 @@ class Rig(AbstractContextManager["Rig"]):
             if nvme_blocks
             else None,
             dfs=DfsConfig(
-                directory=str(directory / "dfs"),
                 capacity_bytes=None if dfs_blocks is None else self.dfs_block_bytes * dfs_blocks,
-                **{"sync": False, "probe_timeout_s": 10.0, "threads": 2, **(dfs or {})},
+                **{
+                    "directory": str(directory / "dfs"),
+                    "sync": False,
+                    "probe_timeout_s": 10.0,
+                    "threads": 2,
+                    **(dfs or {}),
+                },
             )
             if dfs_blocks != 0
             else None,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from tierkv.config import Codec, DfsConfig, DramConfig
+import pytest
+
+from tierkv.config import Codec, DfsConfig, DramConfig, NvmeConfig
+from tierkv.io import io_uring_available
 from tierkv.keys import Keyspace
 from tierkv.testing.faults import FaultKind, FaultyTier, damage_file
 from tierkv.testing.memory_tier import MemoryMedium, MemoryTier
@@ -15,6 +18,8 @@ from tierkv.tiers.base import Tier
 from tierkv.tiers.dfs import DfsTier
 from tierkv.tiers.dfs_format import HEADER_BYTES
 from tierkv.tiers.dram import DramTier
+from tierkv.tiers.nvme import NvmeTier
+from tierkv.types import SLOT_GRANULE_BYTES
 
 
 class TestMemoryTier(TierConformance):
@@ -62,6 +67,44 @@ class TestSharedDramTier(TestDramTier):
     """The arena that other processes can map."""
 
     shared_memory = True
+
+
+class TestNvmeTierThreads(TierConformance):
+    """A slot file and its catalog, by the thread pool."""
+
+    durable = True
+    engine: ClassVar[Literal["auto", "io_uring", "threads"]] = "threads"
+    direct: ClassVar[Literal["auto", "on", "off"]] = "auto"
+    sync: ClassVar[Literal["power", "process"]] = "process"
+
+    def make_tier(self, directory: Path) -> Tier:
+        config = NvmeConfig(
+            directory=str(directory / "nvme"),
+            capacity_bytes=self.capacity_bytes,
+            slab_bytes=2 << 20,
+            engine=self.engine,
+            direct=self.direct,
+            sync=self.sync,
+        )
+        return NvmeTier(config)
+
+    def damage(self, tier: Tier, space: Keyspace, block_hash: bytes, slot: int) -> None:
+        path = Path(tier.info.name.removeprefix("nvme ")) / "slots.dat"
+        damage_file(path, FaultKind.FLIPPED, slot * SLOT_GRANULE_BYTES, space.block_bytes)
+
+
+@pytest.mark.skipif(not io_uring_available()[0], reason=f"io_uring: {io_uring_available()[1]}")
+class TestNvmeTierUring(TestNvmeTierThreads):
+    """The same by io_uring, with commits that survive a power cut."""
+
+    engine = "io_uring"
+    sync = "power"
+
+
+class TestNvmeTierBuffered(TestNvmeTierThreads):
+    """Through the page cache, as where O_DIRECT is refused."""
+
+    direct = "off"
 
 
 class TestDfsTier(TierConformance):
