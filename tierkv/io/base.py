@@ -18,11 +18,12 @@ addresses and the file descriptor valid until the job is done.
 from __future__ import annotations
 
 import errno
+import os
 from enum import IntEnum
 from typing import Protocol
 
 from tierkv.jobs import Job
-from tierkv.types import BlockStatus, Int64Array
+from tierkv.types import SLOT_GRANULE_BYTES, BlockStatus, Int64Array
 
 QUEUE_BLOCKS = 65536
 """Blocks that may wait in an engine, reads and writes counted apart."""
@@ -77,3 +78,20 @@ class BlockIO(Protocol):
 def status_of(error_number: int) -> BlockStatus:
     """What an errno means for a block."""
     return BlockStatus.NO_SPACE if error_number in _NO_SPACE else BlockStatus.IO_ERROR
+
+
+def usable_progress(moved: int, done: int, length: int) -> int:
+    """How far a transfer of `moved` bytes takes a piece: whole granules when not at its end, as O_DIRECT
+    must go on where it is aligned. 0: no progress, as at the end of a file."""
+    if done + moved >= length:
+        return moved
+    return moved // SLOT_GRANULE_BYTES * SLOT_GRANULE_BYTES or (moved if length < SLOT_GRANULE_BYTES else 0)
+
+
+def sync_file(fd: int) -> BlockStatus:
+    """fdatasync on this thread, its errno as a status."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        return status_of(error.errno or 0)
+    return BlockStatus.OK

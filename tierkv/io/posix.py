@@ -12,10 +12,10 @@ import os
 import threading
 import time
 
-from tierkv.io.base import PIECE_BYTES, QUEUE_BLOCKS, Operation, status_of
+from tierkv.io.base import PIECE_BYTES, QUEUE_BLOCKS, Operation, status_of, sync_file, usable_progress
 from tierkv.io.queue import Piece, RequestQueue
 from tierkv.jobs import Job
-from tierkv.types import SLOT_GRANULE_BYTES, BlockStatus, Int64Array
+from tierkv.types import BlockStatus, Int64Array
 
 _log = logging.getLogger(__name__)
 MAX_THREADS = 16
@@ -107,21 +107,4 @@ def move_piece(operation: Operation, fd: int, offset: int, address: int, length:
         if progress == 0:
             return BlockStatus.IO_ERROR
         done += progress
-    return BlockStatus.OK
-
-
-def usable_progress(moved: int, done: int, length: int) -> int:
-    """How far a transfer of `moved` bytes takes a piece: whole granules when not at its end, as O_DIRECT
-    must go on where it is aligned. 0: no progress, as at the end of a file."""
-    if done + moved >= length:
-        return moved
-    return moved // SLOT_GRANULE_BYTES * SLOT_GRANULE_BYTES or (moved if length < SLOT_GRANULE_BYTES else 0)
-
-
-def sync_file(fd: int) -> BlockStatus:
-    """fdatasync on this thread, its errno as a status."""
-    try:
-        os.fdatasync(fd)
-    except OSError as error:
-        return status_of(error.errno or 0)
     return BlockStatus.OK

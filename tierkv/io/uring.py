@@ -21,8 +21,7 @@ import threading
 from typing import Any
 
 from tierkv.errors import StorageError
-from tierkv.io.base import PIECE_BYTES, QUEUE_BLOCKS, Operation, status_of
-from tierkv.io.posix import sync_file, usable_progress
+from tierkv.io.base import PIECE_BYTES, QUEUE_BLOCKS, Operation, status_of, sync_file, usable_progress
 from tierkv.io.queue import Request, RequestQueue
 from tierkv.jobs import Job
 from tierkv.types import BlockStatus, Int64Array
