@@ -572,7 +572,7 @@ void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suff
     check_mask(tier_mask);
     const std::lock_guard lock(mutex_);
     find_all(space, hashes);
-    order_.begin_call();
+    if (move) order_.begin_call();
     const size_t count = found_.size();
     const auto at = [&](size_t step) { return found_[suffix_first ? count - 1 - step : step]; };
     for (size_t step = 0; step < count; ++step) {
