@@ -87,9 +87,10 @@ class Index:
         suffix_first: bool = True,
         mark: bool = True,
         move: bool = True,
+        fastest: bool = False,
     ) -> None:
         """Makes the blocks most recently used in the tiers of `tier_mask` that hold them (if `move`) and sets
-        FLAG_REUSED (if `mark`); suffix_first walks from the last block to the first, so that a chain loses its tail
+        FLAG_REUSED there (if `mark`), or only in the fastest of them (if `fastest`); suffix_first walks from the last block to the first, so that a chain loses its tail
         before its head."""
     def victims(self, tier: int, size_class: int, count: int) -> tuple[_U32, _U32, _U32, _U8, _U8, _U8]:
         """Pins up to `count` of the least recently used ready, unpinned blocks of that class: ((k,) handle, (k,)

@@ -50,7 +50,7 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """mlock the arena. auto: try, and go on unlocked with a note where the limit forbids it."""
     first_touch: Literal["background", "now", "never"] = "background"
     """When the kernel maps the arena's pages."""
-    free_ahead: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.02
+    free_ahead: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.01
     """The share of the slots that is kept free by demoting in the background, so that loads find room at once. Only
     where a lower tier takes what is evicted."""
 

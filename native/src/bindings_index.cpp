@@ -213,16 +213,16 @@ void bind_pins_and_order(nb::class_<Index>& index) {
         .def(
             "touch",
             [](Index& self, nb::handle space, nb::handle hashes, nb::handle tier_mask, bool suffix_first, bool mark,
-               bool move) {
+               bool move, bool fastest) {
                 const uint32_t number = u32(space, "space"), mask = u32(tier_mask, "tier_mask");
                 const Hashes keys(hashes);
                 const nb::gil_scoped_release release;
-                self.touch(number, span_of(keys), mask, suffix_first, mark, move);
+                self.touch(number, span_of(keys), mask, suffix_first, mark, move, fastest);
             },
             nb::arg("space"), nb::arg("hashes"), nb::arg("tier_mask") = 15, nb::arg("suffix_first") = true,
-            nb::arg("mark") = true, nb::arg("move") = true,
+            nb::arg("mark") = true, nb::arg("move") = true, nb::arg("fastest") = false,
             nb::sig("def touch(self, space: int, hashes: _U8, tier_mask: int = 15, suffix_first: bool = True, "
-                    "mark: bool = True, move: bool = True) -> None"))
+                    "mark: bool = True, move: bool = True, fastest: bool = False) -> None"))
         .def(
             "victims",
             [](Index& self, nb::handle tier, nb::handle size_class, nb::handle count) {

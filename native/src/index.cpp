@@ -568,7 +568,8 @@ void Index::release(std::span<const uint32_t> handles) {
     }
 }
 
-void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first, bool mark, bool move) {
+void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first, bool mark, bool move,
+                  bool fastest) {
     check_mask(tier_mask);
     const std::lock_guard lock(mutex_);
     find_all(space, hashes);
@@ -586,11 +587,14 @@ void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suff
             if (coming != kNone && residencies_[coming].state == State::kReady) order_.prefetch_neighbours(coming);
         }
         const uint32_t entry = at(step);
-        if (entry == kNone || (entries_[entry].tiers() & tier_mask) == 0) continue;
+        if (entry == kNone) continue;
+        uint32_t wanted = entries_[entry].tiers() & tier_mask;
+        if (wanted == 0) continue;
+        if (fastest) wanted &= 0U - wanted;  // the lowest bit
         for (uint32_t residency = entries_[entry].first(); residency != kNone;
              residency = residencies_[residency].next) {
             Residency& record = residencies_[residency];
-            if (record.state != State::kReady || (tier_mask >> record.tier & 1) == 0) continue;
+            if (record.state != State::kReady || (wanted >> record.tier & 1) == 0) continue;
             if (mark) record.flags |= kFlagReused;
             if (move) order_.use(residency);
         }

@@ -123,10 +123,16 @@ class Core:
         return tier.admission
 
     def touch(self, space: Keyspace, hashes: HashArray, *, reused: bool, mask: int = ALL_TIERS) -> None:
-        """Makes the blocks most recently used, in the order that the eviction policy has; `reused` also marks them as
-        used again, which second-touch admission asks for."""
+        """Makes the blocks most recently used in the fastest tier that holds each, in the order that the eviction
+        policy has; `reused` also marks them as used again, which second-touch admission asks for.
+
+        Copies further down keep their place: while a block is above, its copy below is the first to go, so that the
+        tiers together hold more different blocks. It is renewed when the upper copy is evicted (Room._drop).
+        """
         order = self.config.eviction
-        self.index.touch(space.number, hashes, mask, order == "lru", mark=reused, move=order != "fifo")
+        self.index.touch(
+            space.number, hashes, mask, order == "lru", mark=reused, move=order != "fifo", fastest=True
+        )
 
     # Slots
 

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from tierkv import placement
 from tierkv._native import RESERVE_BUSY, RESERVE_KNOWN, RESERVE_NEW
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
@@ -136,7 +137,7 @@ class Loader:
             job.settle_rest(BlockStatus.CANCELLED if core.closing.is_set() else BlockStatus.TIMEOUT)
             core.counters.add_misses(job.status)
             return job
-        core.touch(space, hashes, reused=True)
+        core.touch(space, hashes, reused=True, mask=placement.bit(TierKind.DRAM))
         tiers, slots, generations, handles = core.index.acquire(space.number, hashes, LOOKUP_ORDER)
         request = _Request(
             space, hashes, into, part, lease, job, time.monotonic() + timeout_s, tiers, slots,
@@ -248,7 +249,7 @@ class Loader:
             elif any(work.waiting.values()) or len(work.followers):
                 with core.changed:
                     core.changed.wait(min(left_s, 0.02))
-        core.touch(space, request.hashes, reused=False)
+        core.touch(space, request.hashes, reused=True)
         if erased:
             for kind in core.lower:
                 core.drain(kind)
