@@ -158,6 +158,13 @@ class Rig(AbstractContextManager["Rig"]):
 
         eventually(still, f"pins and queues become empty: {self.store.stats()}")
 
+    def check_misses(self, **expected: int) -> None:
+        """Waits until exactly these misses are counted, by reason: counting follows the end of the job."""
+        eventually(
+            lambda: self.store.stats().load_misses == expected,
+            f"{expected}, not {self.store.stats().load_misses}",
+        )
+
     def check_capacities(self) -> None:
         """No tier may hold more than its capacity."""
         for name, tier in self.store.stats().tiers.items():

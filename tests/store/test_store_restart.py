@@ -165,7 +165,7 @@ def test_damage_done_while_closed_is_a_counted_miss(tmp_path: Path) -> None:
         space = rig.space()
         corrupt = int(BlockStatus.CORRUPT)
         assert load(rig.store, space, hashes) == [corrupt if k in {2, 6} else OK for k in range(8)]
-        assert rig.store.stats().load_misses == {"corrupt": 2}
+        rig.check_misses(corrupt=2)
 
 
 # The shared tier.
@@ -185,7 +185,8 @@ def test_another_node_finds_what_this_one_shared(tmp_path: Path) -> None:
         eventually(
             lambda: in_tier(TierKind.DFS, masks(one.store, here, hashes)) == [True] * 6, "write-through"
         )
-        eventually(lambda: two.store.match(there, hashes).length == 6, "the other node's blocks are found")
+        two.clock.advance(5.0)  # what was found missing is not asked for again at once
+        assert two.store.match(there, hashes).length == 6
         assert load(two.store, there, hashes) == [OK] * 6
         two.settled()
 
@@ -214,11 +215,14 @@ def test_a_damaged_file_is_never_given_out(tmp_path: Path, kind: FaultKind, code
         rig.reopen()
         space = rig.space()
         rig.damage_file(space, hashes[2].tobytes(), kind)
-        # A file of the wrong length is noticed by the look-up already, a flipped bit by the load.
-        assert rig.store.match(space, hashes).length == (4 if kind is FaultKind.FLIPPED else 2)
+        # A file of the wrong length may be noticed by the look-up already, a flipped bit only by the load.
+        assert rig.store.match(space, hashes).length in ({4} if kind is FaultKind.FLIPPED else {2, 4})
+        eventually(lambda: all(masks(rig.store, space, rows(hashes, [0, 1, 3]))), "the directory is listed")
         statuses = load(rig.store, space, hashes)
         assert [statuses[k] for k in (0, 1, 3)] == [OK] * 3
-        assert statuses[2] == (BlockStatus.CORRUPT if kind is FaultKind.FLIPPED else MISS)
+        assert statuses[2] in (
+            {BlockStatus.CORRUPT} if kind is FaultKind.FLIPPED else {BlockStatus.CORRUPT, MISS}
+        )
         assert load(rig.store, space, rows(hashes, [2])) == [MISS]
         assert save(rig.store, space, hashes) == [OK] * 4
         assert load(rig.store, space, hashes) == [OK] * 4

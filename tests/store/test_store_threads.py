@@ -83,6 +83,7 @@ def test_hundreds_of_loads_and_saves_leave_no_pin(tmp_path: Path, below: str) ->
                         rig.store.touch(space, hashes)
 
         run_threads([lambda number=number: work(number) for number in range(6)])  # type: ignore[misc]
+        rig.clock.advance(rig.config.save_timeout_s)  # blocks of which a part was dropped
         rig.settled()
         rig.check_capacities()
 

@@ -113,6 +113,11 @@ class FaultPlan:
             self._rules.clear()
             self._random = None
 
+    def refuses(self) -> bool:
+        """Whether allocate() is told to refuse until heal()."""
+        with self._lock:
+            return any(rule.kind is FaultKind.REFUSE and rule.calls is None for rule in self._rules)
+
     def decide(self, operation: Operation, count: int) -> list[tuple[FaultKind, BoolArray]]:
         """The faults of one call: disjoint masks (count,) bool of the blocks hit."""
         with self._lock:
@@ -202,6 +207,9 @@ class FaultyTier(TierWrapper):
         if any(kind is FaultKind.REFUSE for kind, _ in self.plan.decide("allocate", 1)):
             return None
         return self.inner.allocate(space, count)
+
+    def available(self, space: Keyspace) -> int:
+        return 0 if self.plan.refuses() else self.inner.available(space)
 
     def submit_write(self, batch: Batch) -> Job:
         return self._submit("write", batch, self.inner.submit_write)

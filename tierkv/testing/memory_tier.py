@@ -88,6 +88,9 @@ class MemoryTier:
     def available(self, space: Keyspace) -> int:
         return self._slots.available(slot_bytes_for(space.block_bytes))
 
+    def slab_of(self, slot: int) -> SlotArray:
+        return self._slots.slab_slots(slot)
+
     def free(self, space: Keyspace, hashes: HashArray, slots: SlotArray) -> None:
         with self._lock:
             self._forget(space, hashes, slots)

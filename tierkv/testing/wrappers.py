@@ -37,6 +37,9 @@ class TierWrapper:
     def available(self, space: Keyspace) -> int:
         return self.inner.available(space)
 
+    def slab_of(self, slot: int) -> SlotArray:
+        return self.inner.slab_of(slot)
+
     def free(self, space: Keyspace, hashes: HashArray, slots: SlotArray) -> None:
         self.inner.free(space, hashes, slots)
 
