@@ -50,7 +50,7 @@ class DfsConformance(TierConformance):
 
     def make_tier(self, directory: Path) -> DfsTier:
         # The suite counts blocks; a file has a header besides.
-        capacity = self.capacity_bytes + 4 * HEADER_BYTES
+        capacity = self.capacity_bytes + (self.capacity_bytes >> 20) * HEADER_BYTES
         return DfsTier(config(directory, capacity_bytes=capacity, **self.changes))
 
     def damage(self, tier: object, space: Keyspace, block_hash: bytes, slot: int) -> None:

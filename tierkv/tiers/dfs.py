@@ -143,13 +143,16 @@ class DfsTier:
         return BlockStatus.OK
 
     def _try_write(self, size_bytes: int) -> None:
-        """Writes and removes a file of that size. Raises OSError."""
+        """Writes, renames and removes a file of that size, as a block is written. Raises OSError."""
         room = small_file(b" " * size_bytes)
-        temporary = self._files.temporary(self._base)
+        first, second = self._files.temporary(self._base), self._files.temporary(self._base)
         try:
-            self._files.write_temporary(temporary, room)
-        finally:
-            self._files.unlink_quietly(temporary)
+            self._files.write_temporary(first, room)
+            self._files.files.rename(first, second)
+        except OSError:
+            self._files.unlink_quietly(first)
+            raise
+        self._files.unlink_quietly(second)
 
     @property
     def info(self) -> TierInfo:
@@ -175,6 +178,10 @@ class DfsTier:
 
     def available(self, space: Keyspace) -> int:
         return self._accounts.available(file_bytes(space.block_bytes))
+
+    def slab_of(self, slot: int) -> SlotArray:
+        """None: files need not share space."""
+        return np.empty(0, np.uint32)
 
     def used_bytes(self) -> int:
         return self._accounts.used_bytes

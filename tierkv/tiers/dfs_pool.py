@@ -98,15 +98,15 @@ class Operation:
             self.work.settle(self.position, status)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Queued:
     work: Work
     next_position: int = 0
 
 
 class OperationPool:
-    """See the module. `on_stall` is told, without locks held and before their callers are, how many
-    operations were written off."""
+    """See the module. `on_stall` is told how many operations were written off, without locks held and
+    before anything is done about it."""
 
     def __init__(
         self, threads: int, deadline_s: float, clock: Clock, name: str, on_stall: Callable[[int], None]
@@ -174,7 +174,6 @@ class OperationPool:
 
     def check_deadlines(self) -> None:
         """Ends what is overdue. The watchdog calls it; so do tests that move a virtual clock."""
-        abandoned: list[_Queued] = []
         with self._lock:
             now = self._clock.monotonic_s()
             overdue = [
@@ -187,16 +186,15 @@ class OperationPool:
                 self._running[operation.work.lane] -= 1
                 self._workers -= 1
                 self._lost += 1
-            if overdue:
-                while sum(self._queued) > self._idle and self._spawn():
-                    pass
-                self._wake.notify_all()
-                if not self._workers:
-                    abandoned = self._take_all()
-        if overdue:
-            _log.warning("%s: %d file operations took over %g s", self._name, len(overdue), self._deadline_s)
-        if overdue:
-            self._on_stall(len(overdue))
+        if not overdue:
+            return
+        _log.warning("%s: %d file operations took over %g s", self._name, len(overdue), self._deadline_s)
+        self._on_stall(len(overdue))  # before other threads run into the same
+        with self._lock:
+            while sum(self._queued) > self._idle and self._spawn():
+                pass
+            self._wake.notify_all()
+            abandoned = [] if self._workers else self._take_all()
         for operation in overdue:
             operation.end(BlockStatus.TIMEOUT)
         _settle_all(abandoned, BlockStatus.TIMEOUT)
