@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,6 +150,15 @@ class _Gate:
                 self._condition.notify_all()
 
 
+_OPEN: weakref.WeakValueDictionary[str, Catalog] = weakref.WeakValueDictionary()
+
+
+def open_in_this_process(directory: str | os.PathLike[str]) -> Catalog | None:
+    """The catalog of that directory if this process has it open: LMDB must not open a file twice in a process."""
+    catalog = _OPEN.get(os.path.realpath(directory))
+    return catalog if catalog is not None and catalog.is_open() else None
+
+
 class Catalog:
     """An open catalog in `directory` (made if it is missing, unless `read_only`)."""
 
@@ -180,6 +190,7 @@ class Catalog:
         except BaseException:
             self.close()
             raise
+        _OPEN[os.path.realpath(self.directory)] = self
 
     # Opening.
 
@@ -373,6 +384,9 @@ class Catalog:
             table = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), _KEY_BYTES)
             self.commit([Delete(digest, np.ascontiguousarray(table[:, DIGEST_BYTES:]))])
             removed += len(keys)
+
+    def is_open(self) -> bool:
+        return self._environment is not None
 
     def close(self) -> None:
         """Closes the environment. Idempotent."""

@@ -153,6 +153,9 @@ class NvmeTier:
     def available(self, space: Keyspace) -> int:
         return self._slots.available(slot_bytes_for(space.block_bytes))
 
+    def slab_of(self, slot: int) -> SlotArray:
+        return self._slots.slab_slots(slot)
+
     def used_bytes(self) -> int:
         return self._slots.used_bytes
 

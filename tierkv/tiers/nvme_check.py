@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tierkv._native import CopyPool
-from tierkv.catalog import Catalog, Delete, EntryBatch
+from tierkv.catalog import Catalog, Delete, EntryBatch, open_in_this_process
 from tierkv.errors import StorageError
 from tierkv.io import Operation, open_engine
 from tierkv.io.base import BlockIO
@@ -77,12 +77,13 @@ class InspectReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect_directory(path: str | os.PathLike[str]) -> InspectReport:
-    """Lists what the directory holds, without a lock: also while a store has it open (in another process).
+    """Lists what the directory holds, without a lock: also while a store has it open.
 
     Raises StorageError (no such directory, not readable) or FormatError.
     """
     directory = _existing(path)
-    catalog = Catalog(directory / CATALOG_NAME, read_only=True)
+    shared = open_in_this_process(directory / CATALOG_NAME)
+    catalog = shared or Catalog(directory / CATALOG_NAME, read_only=True)
     try:
         tally = _Tally(catalog.keyspaces())
         for batch in catalog.scan():
@@ -98,7 +99,8 @@ def inspect_directory(path: str | os.PathLike[str]) -> InspectReport:
             keyspaces=tally.reports(),
         )
     finally:
-        catalog.close()
+        if shared is None:
+            catalog.close()
 
 
 def verify_directory(
