@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from tierkv.commands import output
-from tierkv.commands.directories import kind_of
+from tierkv.commands.directories import kind_of, print_keyspaces
 
 
 def add_parser(commands: Any) -> None:
@@ -28,14 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     output.check_writable(arguments.json)
     kind = kind_of(arguments.directory)
     if kind == "dfs":
-        from tierkv.tiers.dfs import inspect_tree
-
-        found = inspect_tree(arguments.directory)
+        from tierkv.tiers.dfs_check import inspect_tree as inspect
     else:
-        from tierkv.tiers.nvme import inspect_directory
-
-        found = inspect_directory(arguments.directory)
-    facts = {"kind": kind, **msgspec.to_builtins(found)}
+        from tierkv.tiers.nvme_check import inspect_directory as inspect
+    facts: dict[str, Any] = {"kind": kind, **msgspec.to_builtins(inspect(arguments.directory))}
     output.write_json(facts, arguments.json)
-    output.print_facts(output.console(arguments.json), f"{kind} {arguments.directory}", facts)
+    human = output.console(arguments.json)
+    output.print_facts(human, {name: value for name, value in facts.items() if name != "keyspaces"})
+    print_keyspaces(human, facts["keyspaces"])
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import msgspec
 
 from tierkv.config import parse_bytes
 from tierkv.errors import ConfigError, StorageError
+
+_WIDTH_WITHOUT_SCREEN = 140
 
 
 def add_json_option(parser: argparse._ActionsContainer) -> None:
@@ -53,10 +56,12 @@ def write_json(value: Any, target: str | None) -> None:
 
 
 def console(json_target: str | None) -> Any:
-    """A rich Console for people, silent when standard output is for JSON."""
+    """A rich Console for people, silent when standard output is for JSON. In a pipe or a log it is as wide as the
+    tables: there is no screen to fit."""
     from rich.console import Console
 
-    return Console(quiet=json_target == "-", highlight=False)
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_SCREEN
+    return Console(quiet=json_target == "-", highlight=False, width=width)
 
 
 def table(title: str, *columns: str) -> Any:
@@ -88,26 +93,15 @@ def count_argument(text: str) -> int:
     return int(text)
 
 
-def print_facts(human: Any, title: str, facts: dict[str, Any]) -> None:
-    """A mapping as a table; what is nested goes in rows of its own, lists of mappings in tables of their own."""
+def print_facts(human: Any, facts: Mapping[str, Any]) -> None:
+    """A flat mapping as two columns; what ends in _bytes as a size."""
+    from rich.table import Table
+
     from tierkv.observe import figures
 
-    made = table(title, "", "")
-    lists: list[tuple[str, list[dict[str, Any]]]] = []
-
-    def add(prefix: str, fields: dict[str, Any]) -> None:
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{name}: ", value)
-            elif isinstance(value, list) and value and isinstance(value[0], dict):
-                lists.append((f"{prefix}{name}", value))
-            else:
-                made.add_row(f"{prefix}{name}".replace("_", " "), figures.plain(value))
-
-    add("", facts)
+    made = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        label = name.removesuffix("_bytes") if name.endswith("_bytes") else name
+        shown = figures.size(value) if name.endswith("_bytes") else figures.plain(value)
+        made.add_row(label.replace("_", " "), shown)
     human.print(made)
-    for name, rows in lists:
-        inner = table(name, *(key.replace("_", " ") for key in rows[0]))
-        for row in rows:
-            inner.add_row(*(figures.plain(value) for value in row.values()))
-        human.print(inner)

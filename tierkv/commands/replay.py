@@ -78,6 +78,10 @@ def add_parser(commands: Any) -> None:
     policies.add_argument(
         "--demote", choices=_DEMOTE, default="on-evict", help="DRAM to NVMe (default %(default)s)"
     )
+    policies.add_argument(
+        "--free-ahead", metavar="SHARE", type=float, default=0.01,
+        help="share of DRAM that is kept free by demoting in the background (default %(default)s)",
+    )  # fmt: skip
     policies.add_argument("--promote", choices=("on-hit", "never"), default="on-hit")
 
     sessions = parser.add_argument_group("agent sessions (without TRACE)")
@@ -228,7 +232,7 @@ def store_config(arguments: argparse.Namespace, nvme_directory: str | None) -> S
             admission=arguments.dfs_admission,
         )  # fmt: skip
     config = StoreConfig(
-        dram=DramConfig(capacity_bytes=dram_bytes, slab_bytes=slab_bytes),
+        dram=DramConfig(capacity_bytes=dram_bytes, slab_bytes=slab_bytes, free_ahead=arguments.free_ahead),
         nvme=nvme,
         dfs=dfs,
         eviction=arguments.eviction,

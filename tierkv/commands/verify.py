@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tierkv.commands import output
-from tierkv.commands.directories import kind_of
+from tierkv.commands.directories import kind_of, print_keyspaces
 
 
 def add_parser(commands: Any) -> None:
@@ -28,18 +31,44 @@ def run(arguments: argparse.Namespace) -> int:
     """0 when all is good, 1 when a block is bad."""
     import msgspec
 
+    from tierkv.observe import figures
+
     output.check_writable(arguments.json)
     kind = kind_of(arguments.directory)
     if kind == "dfs":
-        from tierkv.tiers.dfs import verify_tree
-
-        found = verify_tree(arguments.directory, repair=arguments.repair)
+        from tierkv.tiers.dfs_check import verify_tree as verify
     else:
-        from tierkv.tiers.nvme_check import verify_directory
-
-        found = verify_directory(arguments.directory, repair=arguments.repair)
-    facts = {"kind": kind, **msgspec.to_builtins(found)}
+        from tierkv.tiers.nvme_check import verify_directory as verify
+    with progress_bar() as progress:
+        found = verify(arguments.directory, progress, repair=arguments.repair)
+    facts: dict[str, Any] = {"kind": kind, **msgspec.to_builtins(found)}
     output.write_json(facts, arguments.json)
     human = output.console(arguments.json)
-    output.print_facts(human, f"{kind} {arguments.directory}", facts)
+    print_keyspaces(human, facts["keyspaces"])
+    style = "bold red" if facts["bad"] else "green"
+    human.print(
+        f"{figures.count(facts['checked'])} blocks checked: {figures.count(facts['good'])} good, "
+        f"[{style}]{figures.count(facts['bad'])} bad[/{style}]",
+        soft_wrap=True,
+    )
+    for reason, blocks in facts["reasons"].items():
+        human.print(f"  {figures.count(blocks)}: {reason}", soft_wrap=True)
+    if arguments.repair:
+        human.print(f"{figures.count(facts['repaired'])} bad blocks were removed", soft_wrap=True)
+    elif facts["bad"]:
+        human.print("a store drops bad blocks when it meets them; --repair removes them now", soft_wrap=True)
     return 1 if facts["bad"] else 0
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("verify", total=None)
+        yield lambda checked, total: bar.update(task, completed=checked, total=total)
