@@ -136,11 +136,11 @@ class BlockFiles:
         flag = self.direct.flag()
         try:
             try:
-                loaded = self._load(path, scratch, file_bytes(block_bytes), flag)
+                loaded = self.load(path, scratch, file_bytes(block_bytes), flag)
             except OSError as error:
                 if not self.direct.refused(error, flag):
                     raise
-                loaded = self._load(path, scratch, file_bytes(block_bytes), 0)
+                loaded = self.load(path, scratch, file_bytes(block_bytes), 0)
         except OSError as error:
             if error.errno in _GONE_ERRORS:
                 return ReadResult(BlockStatus.MISS, "absent")
@@ -157,7 +157,7 @@ class BlockFiles:
         loaded.data = data
         return loaded
 
-    def _load(self, path: str, scratch: Scratch, most_bytes: int, flag: int) -> ReadResult:
+    def load(self, path: str, scratch: Scratch, most_bytes: int, flag: int) -> ReadResult:
         """The whole file in scratch memory; raises OSError."""
         # Not blocking: a FIFO under a block's name must not hold the thread.
         fd = self.files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag)
