@@ -146,6 +146,7 @@ def test_three_tiers_a_report_and_a_temporary_directory_that_goes(
     result = json.loads(target.read_text())
     assert result["wrong_blocks"] == 0
     assert set(result["tiers"]) == {"dram", "nvme", "dfs"}
+    assert result["tiers"]["dfs"]["capacity_blocks"] is None
     assert result["tiers"]["nvme"]["capacity_blocks"] == 60
     assert result["tiers"]["dfs"]["written_bytes"] > 0
     assert "<svg" in report.read_text()

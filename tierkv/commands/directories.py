@@ -26,7 +26,7 @@ def print_keyspaces(human: Any, keyspaces: list[dict[str, Any]]) -> None:
     from tierkv.observe import figures
 
     made = output.table(
-        "keyspaces", "model", "revision", "group", "digest", "blocks", "bytes", "oldest", "newest"
+        "keyspaces", "model, revision, group", "digest", "blocks", "bytes", "oldest", "newest"
     )
     for keyspace in keyspaces:
         spec = keyspace["spec"] or {}
@@ -36,7 +36,7 @@ def print_keyspaces(human: Any, keyspaces: list[dict[str, Any]]) -> None:
         ]
         name = ", ".join(figures.plain(spec.get(field)) for field in ("model", "revision", "group"))
         made.add_row(
-            *names,
+            name,
             keyspace["digest"][:12],
             figures.count(keyspace["blocks"]),
             figures.size(keyspace["bytes"]),
@@ -49,5 +49,5 @@ def _age(seconds: float) -> str:
     """Rounded down to the largest fitting unit."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+            return f"{int(seconds // length_s)} {unit} ago"
+    return f"{int(seconds)} s ago"

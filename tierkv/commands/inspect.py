@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from tierkv.commands import output
@@ -27,13 +29,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     output.check_writable(arguments.json)
     kind = kind_of(arguments.directory)
+    inspect: Callable[[str], Any]
     if kind == "dfs":
-        from tierkv.tiers.dfs_check import inspect_tree as inspect
+        from tierkv.tiers.dfs_check import inspect_tree
+
+        inspect = inspect_tree
     else:
-        from tierkv.tiers.nvme_check import inspect_directory as inspect
+        from tierkv.tiers.nvme_check import inspect_directory
+
+        inspect = inspect_directory
     facts: dict[str, Any] = {"kind": kind, **msgspec.to_builtins(inspect(arguments.directory))}
     output.write_json(facts, arguments.json)
     human = output.console(arguments.json)
-    output.print_facts(human, {name: value for name, value in facts.items() if name != "keyspaces"})
+    shown = {name: value for name, value in facts.items() if name not in ("keyspaces", "created_s")}
+    if "created_s" in facts:
+        shown["created"] = datetime.fromtimestamp(facts["created_s"], UTC).isoformat(" ", "seconds")
+    output.print_facts(human, shown)
     print_keyspaces(human, facts["keyspaces"])
     return 0

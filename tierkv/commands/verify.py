@@ -35,10 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     output.check_writable(arguments.json)
     kind = kind_of(arguments.directory)
+    verify: Callable[..., Any]
     if kind == "dfs":
-        from tierkv.tiers.dfs_check import verify_tree as verify
+        from tierkv.tiers.dfs_check import verify_tree
+
+        verify = verify_tree
     else:
-        from tierkv.tiers.nvme_check import verify_directory as verify
+        from tierkv.tiers.nvme_check import verify_directory
+
+        verify = verify_directory
     with progress_bar() as progress:
         found = verify(arguments.directory, progress, repair=arguments.repair)
     facts: dict[str, Any] = {"kind": kind, **msgspec.to_builtins(found)}

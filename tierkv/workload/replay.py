@@ -24,6 +24,7 @@ from tierkv.errors import ArgumentError, StorageError
 from tierkv.fragments import Fragments
 from tierkv.keys import Keyspace, KeyspaceSpec
 from tierkv.memory import DEFAULT_SLAB_BYTES, slot_bytes_for
+from tierkv.tiers.dfs import UNLIMITED_BYTES
 from tierkv.types import BlockStatus, HashArray, Int64Array, TierKind, UInt8Array
 from tierkv.workload.payload import BytePool, hashes_of, seeds_of
 from tierkv.workload.result import ReplayResult, Series, TierResult, latency, rate_gb_s
@@ -310,7 +311,7 @@ class _Run:
                     tier.written_bytes - before.written_bytes, tier.write_s - before.write_s
                 ),
                 evicted_blocks=tier.evicted_blocks - before.evicted_blocks,
-                capacity_blocks=self._slots_in(capacity) if capacity else None,
+                capacity_blocks=self._slots_in(capacity) if capacity < UNLIMITED_BYTES else None,
                 blocks=tier.blocks,
                 blocks_at_start=before.blocks,
                 healthy=tier.healthy,
