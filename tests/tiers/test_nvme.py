@@ -4,6 +4,7 @@ opened."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_harness import batch_of, buffer_for, ended, faulty_engine, open_tier, read, residents, store, write
 
+from tierkv._native import crc32c
 from tierkv.catalog import ENTRY, AddKeyspace, Catalog, Put
 from tierkv.errors import ArgumentError, ConfigError, FormatError, LockedError, StorageError
+from tierkv.keys import KeyspaceSpec
 from tierkv.testing.buffers import make_space, random_hashes
 from tierkv.testing.faults import FaultKind, damage_file
+from tierkv.tiers import nvme
 from tierkv.tiers.nvme import NvmeTier, inspect_directory, verify_directory
 from tierkv.types import BlockStatus
 
@@ -406,3 +410,27 @@ def test_an_engine_that_is_handed_in_is_closed(tmp_path: Path) -> None:
     tier.close()
     assert set(ended(job)) <= {OK, BlockStatus.CANCELLED}
     assert engine.waiting() == 0
+
+
+def test_the_worked_example_of_the_format_page_is_true() -> None:
+    """Reads the example from FORMAT.md and finds the same bytes in the directory of version 1, computed anew."""
+    page = (Path(nvme.__file__).parent.parent / "FORMAT.md").read_text("utf-8")
+    section = page[page.index("## NVMe directory, version 1") :]
+    example = section[section.index("### A worked example") :]
+    block, spec_text = example.split("```")[1::2][:2]
+    words = [line.replace("key ", "").replace("value ", "").split()[0] for line in block.strip().splitlines()]
+    digest, block_hash, *fields = [bytes.fromhex(word) for word in words]
+    start = bytes.fromhex(re.findall(r"begins with the bytes `([0-9a-f]+)`", example)[0])
+    spec = KeyspaceSpec.from_json(spec_text)
+    assert spec.digest() == digest
+    entry = np.frombuffer(b"".join(fields), ENTRY)[0]
+    golden = Path(__file__).parent.parent / "golden" / "nvme-v1"
+    data = (golden / "slots.dat").read_bytes()
+    body = data[int(entry["slot"]) * 4096 :][: int(entry["length"])]
+    assert body.startswith(start)
+    assert crc32c(np.frombuffer(body, np.uint8)) == entry["checksum"]
+    assert (
+        crc32c(np.frombuffer(digest + block_hash + entry.tobytes()[:28], np.uint8)) == entry["entry_checksum"]
+    )
+    assert digest + block_hash in (golden / "catalog" / "data.mdb").read_bytes()
+    assert entry.tobytes() in (golden / "catalog" / "data.mdb").read_bytes()
