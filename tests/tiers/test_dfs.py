@@ -4,6 +4,7 @@ kill -9."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tierkv.tiers.dfs
 from tierkv.clock import VirtualClock
 from tierkv.codec import CodecId
 from tierkv.config import DfsConfig
@@ -155,6 +157,23 @@ def test_golden_files_of_version_1_stay_readable(tmp_path: Path) -> None:
         assert codecs == set(CodecId)
     finally:
         tier.close()
+
+
+def test_the_worked_example_of_the_format_is_a_real_file() -> None:
+    text = (Path(tierkv.tiers.dfs.__file__).parent.parent / "FORMAT.md").read_text(encoding="utf-8")
+    section = text.partition("## Shared directory (DFS), version 1")[2]
+    place = re.search(r"^v1/[0-9a-f]{64}/[0-9a-f]{2}/[0-9a-f]{64}$", section, re.MULTILINE)
+    assert place is not None
+    data = (GOLDEN / place[0]).read_bytes()
+    lines = re.findall(r"^([0-9a-f]{4})  ((?:[0-9a-f]{2} )*[0-9a-f]{2})(?: |$)", section, re.MULTILINE)
+    assert len(lines) == 22
+    shown = 0
+    for offset, digits in lines:
+        expected = bytes.fromhex(digits)
+        assert data[int(offset, 16) :][: len(expected)] == expected, offset
+        shown += len(expected)
+    assert shown == 112 + 4 + 16
+    assert not any(data[112:4092])
 
 
 def golden_block(space: Keyspace) -> bytes:
