@@ -12,9 +12,8 @@ from tierkv.config import Admission
 from tierkv.types import NO_TIER, TIER_COUNT, BoolArray, TierKind, UInt8Array, UInt32Array
 
 STEAL_FACTOR = 2
-"""A block size gives a slab up to another one when its oldest block is this many times older."""
-STEAL_MARGIN_CALLS = 64
-"""... and older by at least this many calls, so that young stores do not swap slabs to and fro."""
+"""A block size gives a slab up to another one when its oldest block is this many times older. More than 1, so that sizes
+which are used alike do not swap slabs to and fro, which costs each time a slab of blocks of all ages."""
 
 _FASTEST = np.full(1 << TIER_COUNT, NO_TIER, np.uint8)
 for _mask in range(1, 1 << TIER_COUNT):
@@ -54,4 +53,4 @@ def slab_to_steal(own_class: int, classes: UInt8Array, ages: UInt32Array, can_ev
         return position
     own = ages[~others]
     own_age = int(own[0]) if len(own) else 0
-    return position if int(ages[position]) > STEAL_FACTOR * own_age + STEAL_MARGIN_CALLS else None
+    return position if int(ages[position]) > STEAL_FACTOR * own_age else None

@@ -104,7 +104,8 @@ class Index {
     void acquire(uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order, const AcquiredSpans& acquired);
     void release(std::span<const uint32_t> handles);
 
-    void touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first, bool mark, bool move, bool fastest);
+    void touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suffix_first = true, bool mark = true,
+               bool move = true, bool fastest = false);
     Chosen victims(uint32_t tier, uint32_t size_class, size_t count);
     Chosen choose_in_slots(uint32_t tier, std::span<const uint32_t> slots);
     Chosen choose_lacking(uint32_t tier, uint32_t other, size_t count, uint32_t after);

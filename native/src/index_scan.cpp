@@ -59,7 +59,7 @@ Chosen Index::choose_in_slots(uint32_t tier, std::span<const uint32_t> slots) {
         const uint32_t stop = first + std::min(kStride, end - first);
         for (; first < stop; ++first) {
             const Residency& record = residencies_[first];
-            if (record.state != State::kReady || record.tier != tier) continue;
+            if (record.state != State::kReady || record.tier != tier || record.pins != 0) continue;
             if (record.slot < slots.front() || record.slot > slots.back()) continue;
             if (std::binary_search(slots.begin(), slots.end(), record.slot)) choose(chosen, first);
         }

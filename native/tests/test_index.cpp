@@ -200,9 +200,9 @@ TEST(chains_lose_their_tail_first) {
     Index index(1);
     insert(index, range(0, 5), 1, 0);
     CHECK(victim_slots(index, 5) == std::vector<uint32_t>({4, 3, 2, 1, 0}));
-    index.touch(kSpace, range(3, 2).span(), 15, true, true, true);
+    index.touch(kSpace, range(3, 2).span(), 15, true);
     CHECK(victim_slots(index, 5) == std::vector<uint32_t>({2, 1, 0, 4, 3}));
-    index.touch(kSpace, range(0, 2).span(), 15, false, true, true);
+    index.touch(kSpace, range(0, 2).span(), 15, false);
     CHECK(victim_slots(index, 5) == std::vector<uint32_t>({2, 4, 3, 0, 1}));
     ok(index);
 }
@@ -217,7 +217,7 @@ TEST(victims_keep_their_order_through_pins) {
     CHECK(victim_slots(index, 3) == std::vector<uint32_t>({69, 68, 67}));
     index.release(std::vector<uint32_t>(pinned.begin() + 30, pinned.end()));  // 70..99
     CHECK(victim_slots(index, 2) == std::vector<uint32_t>({99, 98}));
-    index.touch(kSpace, range(99, 1).span(), 15, true, true, true);
+    index.touch(kSpace, range(99, 1).span(), 15, true);
     CHECK(victim_slots(index, 1) == std::vector<uint32_t>({98}));
     std::vector<uint32_t> expected;
     for (uint32_t slot = 99; slot-- > 0;) expected.push_back(slot);
@@ -496,7 +496,8 @@ void history(Index& index, uint32_t seed, size_t steps, uint32_t keys) {
                 end_pin();
                 break;
             case 9:
-                index.touch(kSpace, chosen.span(), 15, random() % 2 == 0, random() % 2 == 0, random() % 4 != 0);
+                index.touch(kSpace, chosen.span(), 15, random() % 2 == 0, random() % 2 == 0, random() % 4 != 0,
+                            random() % 2 == 0);
                 break;
             case 10: {
                 const Chosen victims = index.victims(1 + random() % 3, 0, random() % 8);

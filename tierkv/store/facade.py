@@ -63,6 +63,7 @@ class Lease:
 
     def release(self) -> bool:
         """Ends the lease; False if it had ended already."""
+        self._core.expire()
         released = self._core.index.lease_release(self.number)
         self._core.drain(TierKind.DRAM)
         self._core.announce()

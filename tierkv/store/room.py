@@ -23,6 +23,8 @@ from tierkv.types import BlockStatus, HashArray, SlotArray, TierKind, UInt8Array
 _CHUNK_BLOCKS = 128
 _CHUNK_BYTES = 128 << 20
 _STAGED_BLOCKS = 16
+_SLAB_CANDIDATES = 256
+_SLABS_TRIED = 8
 _NO_SLOTS = np.empty(0, np.uint32)
 
 
@@ -129,23 +131,30 @@ class Room:
         return self._dispose(kind, victims, may_write, deadline_s)
 
     def _slab_of_others(self, kind: TierKind, own: int, *, can_evict_own: bool) -> Victims | None:
-        """All blocks of the slab that another block size should give up, or None."""
+        """All blocks of a slab that another block size should give up, pinned, or None."""
         core = self._core
-        slot_map = getattr(core.tiers[kind], "slot_map", None)
-        if slot_map is None or core.class_count() < 2:
+        if core.class_count() < 2:
             return None
-        classes, ages, slots = core.index.oldest(kind)
+        classes, ages, _ = core.index.oldest(kind)
         position = placement.slab_to_steal(own, classes, ages, can_evict_own)
         if position is None:
             return None
-        in_slab = slot_map.slab_slots(int(slots[position]))
-        victims = Victims(*core.index.in_slots(kind, np.sort(in_slab)))
-        if not len(victims) or (len(victims) < len(in_slab) and can_evict_own):
-            core.index.release(
-                victims.handles
-            )  # a pinned block keeps its slab: evict of the own size instead
-            return None
-        return victims
+        # From the oldest block's slab on; a slab with a pinned block cannot be had as a whole.
+        oldest = Victims(*core.index.victims(kind, int(classes[position]), _SLAB_CANDIDATES))
+        core.index.release(oldest.handles)
+        tried: set[int] = set()
+        for slot in oldest.slots.tolist():
+            in_slab = core.tiers[kind].slab_of(slot)
+            if not len(in_slab) or int(in_slab[0]) in tried:
+                continue
+            tried.add(int(in_slab[0]))
+            victims = Victims(*core.index.in_slots(kind, in_slab))
+            if len(victims) == len(in_slab):
+                return victims
+            core.index.release(victims.handles)
+            if len(tried) >= _SLABS_TRIED:
+                break
+        return None
 
     def target(self, kind: TierKind) -> TierKind | None:
         """The tier that takes what is evicted from `kind`: the next lower one that accepts writes."""
@@ -153,6 +162,11 @@ class Room:
             if lower > kind and tier.healthy():
                 return lower
         return None
+
+    def keeps_evicted(self) -> bool:
+        """Whether what DRAM evicts now is written below, and so stays in the store."""
+        target = self.target(TierKind.DRAM)
+        return target is not None and self._core.admission(target) != "second-touch"
 
     def _dispose(self, kind: TierKind, victims: Victims, may_write: bool, deadline_s: float) -> int:
         core = self._core

@@ -30,6 +30,7 @@ from tierkv.types import NO_SLOT, BlockStatus, HashArray, SlotArray, TierKind, U
 _CHUNK_BLOCKS = 128
 _CHUNK_BYTES = 256 << 20
 _NO_SLOTS = np.empty(0, np.uint32)
+_DRAM_ONLY = bytes([TierKind.DRAM])
 _GRANT_TIMEOUT_S = 120.0
 
 
@@ -190,8 +191,9 @@ class Saver:
         core, space = self._core, request.space
         index, hashes = core.index, request.hashes[: request.accepted]
         positions = np.arange(len(hashes))
-        if self._room.target(TierKind.DRAM) is None:
-            # With nothing below, a chain longer than DRAM would push its own head out: keep the head, drop the tail.
+        keeps_evicted = self._room.keeps_evicted()
+        if not keeps_evicted:
+            # A chain longer than DRAM would push its own head out: keep the head, drop the tail.
             fits = core.dram.slot_map.capacity_slots(slot_bytes_for(space.block_bytes))
             if fits < len(hashes):
                 self._decide(request, slice(fits, request.accepted), BlockStatus.DROPPED)
@@ -203,28 +205,49 @@ class Saver:
             core.counters.add("known", int(np.count_nonzero(known)))
             self._decide(request, positions[known], BlockStatus.OK)
         todo = positions[~known]
+        if not len(todo):
+            return
+        own = [] if keeps_evicted else [self._pin(space, hashes[known])]
+        try:
+            self._save_chunks(request, todo, own, keeps_evicted=keeps_evicted)
+        finally:
+            for handles in own:
+                index.release(handles)
+        # The chunks went in one behind the other; in order of use the chain's head comes last.
+        core.touch(space, hashes, reused=False)
+        self._writers.saved(space, np.ascontiguousarray(hashes[~known]))
+
+    def _save_chunks(
+        self, request: _Request, todo: np.ndarray, own: list[UInt32Array], *, keeps_evicted: bool
+    ) -> None:
+        core, space = self._core, request.space
         step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
         for start in range(0, len(todo), step):
             chunk = todo[start : start + step]
             if core.closing.is_set() or core.epoch(space) != request.epoch:
                 self._decide(request, todo[start:], BlockStatus.CANCELLED)
-                break
+                return
             if time.monotonic() >= request.deadline_s:
                 self._decide(request, todo[start:], BlockStatus.TIMEOUT)
-                break
-            self._save_blocks(request, chunk)
+                return
+            self._save_blocks(request, chunk, rounds=keeps_evicted)
+            if not keeps_evicted:
+                own.append(self._pin(space, request.hashes[chunk]))
             if start + step < len(todo):  # the last chunk is settled after the order of use is right
                 request.job.settle(slice(None), request.status)
-        if len(todo):
-            # The chunks went in one behind the other; in order of use the chain's head comes last.
-            core.touch(space, hashes, reused=False)
-            self._writers.saved(space, np.ascontiguousarray(hashes[~known]))
 
-    def _save_blocks(self, request: _Request, positions: np.ndarray) -> None:
-        """Saves a chunk in as many rounds as room can be made for; what finds none is dropped."""
+    def _pin(self, space: Keyspace, hashes: HashArray) -> UInt32Array:
+        """Keeps blocks of the chain that is being saved from being evicted for its own tail."""
+        return self._core.index.acquire(space.number, np.ascontiguousarray(hashes), _DRAM_ONLY)[3]
+
+    def _save_blocks(self, request: _Request, positions: np.ndarray, *, rounds: bool) -> None:
+        """Saves a chunk, in as many rounds as room can be made for; what finds none is dropped.
+
+        One round only where what is evicted is lost: a second one would evict what the first one saved.
+        """
         while len(positions):
             left = self._save_round(request, positions)
-            if len(left) == len(positions):
+            if len(left) == len(positions) or not rounds:
                 self._decide(request, left, BlockStatus.DROPPED)
                 return
             positions = left

@@ -54,7 +54,9 @@ class Batch:
         if not len(self.slots) == len(self.addresses) == len(self.lengths) == count:
             raise ArgumentError(f"a batch of {count} hashes needs as many slots, addresses and lengths")
         if count and (int(self.lengths.max()) > self.space.block_bytes or int(self.lengths.min()) < 1):
-            raise ArgumentError(f"lengths must be within 1..{self.space.block_bytes} (block_bytes of {self.space})")
+            raise ArgumentError(
+                f"lengths must be within 1..{self.space.block_bytes} (block_bytes of {self.space})"
+            )
 
     @property
     def count(self) -> int:
@@ -90,6 +92,11 @@ class Tier(Protocol):
 
     def available(self, space: Keyspace) -> int:
         """How many slots allocate() could grant for blocks of `space` now."""
+        ...
+
+    def slab_of(self, slot: int) -> SlotArray:
+        """All slots in use that must be free before the space of `slot` can serve another block size, ascending; empty
+        where sizes do not compete for space."""
         ...
 
     def free(self, space: Keyspace, hashes: HashArray, slots: SlotArray) -> None:

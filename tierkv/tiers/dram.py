@@ -80,6 +80,9 @@ class DramTier:
     def available(self, space: Keyspace) -> int:
         return self.slot_map.available(slot_bytes_for(space.block_bytes))
 
+    def slab_of(self, slot: int) -> SlotArray:
+        return self.slot_map.slab_slots(slot)
+
     def used_bytes(self) -> int:
         return self.slot_map.used_bytes
 
