@@ -218,3 +218,15 @@ def test_the_package_runs_as_a_module() -> None:
     done = run("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("tierkv ")
+
+
+def test_doctor_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dir", str(tmp_path), "--json", "-"]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert {"io_uring", "O_DIRECT", "free space"} <= {finding["subject"] for finding in findings}
+    for finding in findings:
+        assert finding["state"] in ("ok", "degraded", "missing")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr()
+    assert "io_uring" in said.out
+    assert said.err == ""

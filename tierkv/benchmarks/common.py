@@ -39,7 +39,7 @@ class BenchOptions:
     """Entries of the index (match only)."""
 
     def round_count(self) -> int:
-        return self.rounds or (2 if self.quick else 7)
+        return self.rounds or (2 if self.quick else 9)
 
     def bytes_per_sample(self, thorough: int) -> int:
         """Bytes that one sample moves."""

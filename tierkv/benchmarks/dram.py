@@ -44,7 +44,7 @@ QUICK_SIZES = (64 * KIB, 256 * KIB)
 BATCH = 128
 QUICK_BATCH = 16
 _BATCHES_HELD = 2
-_SAMPLE_BYTES = 512 * MIB
+_SAMPLE_BYTES = 256 * MIB
 
 
 def run(options: BenchOptions) -> list[Measurement]:

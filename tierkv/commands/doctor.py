@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from tierkv.commands import output
+
+_STYLES = {"ok": "green", "degraded": "yellow", "missing": "red"}
 
 
 def add_parser(commands: Any) -> None:
@@ -21,10 +26,18 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, whatever was found: nothing that is missing keeps tierkv from working."""
+    """0, whatever was found: tierkv works with less, and says so here."""
     from tierkv.doctor import examine
 
     output.check_writable(arguments.json)
-    found = examine(arguments.dir)
-    output.write_json(found, arguments.json)
+    findings = examine(arguments.dir)
+    output.write_json({"findings": findings}, arguments.json)
+    human = output.console(arguments.json)
+    made = Table.grid(padding=(0, 2))
+    for finding in findings:
+        style = _STYLES[finding.state]
+        made.add_row(f"[{style}]{finding.state}[/{style}]", escape(finding.subject), escape(finding.found))
+        if finding.advice:
+            made.add_row("", "", f"[yellow]{escape(finding.advice)}[/yellow]")
+    human.print(made)
     return 0
