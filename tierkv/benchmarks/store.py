@@ -69,7 +69,8 @@ def measure(block_bytes: int, options: BenchOptions) -> list[Measurement]:
         other = stack.enter_context(memory(count * slot_bytes_for(block_bytes)))
         config = StoreConfig(
             dram=DramConfig(
-                capacity_bytes=capacity_for(count + count // 4, block_bytes, slab_bytes), slab_bytes=slab_bytes, first_touch="now"
+                capacity_bytes=capacity_for(count + count // 4, block_bytes, slab_bytes),
+                slab_bytes=slab_bytes, first_touch="now",
             ),
             nvme=NvmeConfig(
                 directory=f"{directory}/store", capacity_bytes=capacity_for(6 * count, block_bytes, slab_bytes),
