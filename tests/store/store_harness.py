@@ -158,6 +158,16 @@ class Rig(AbstractContextManager["Rig"]):
 
         eventually(still, f"pins and queues become empty: {self.store.stats()}")
 
+    def idle(self) -> None:
+        """Waits until no save is queued and no block is being moved, whether or not leases are open."""
+        store = self.store
+
+        def still() -> bool:
+            stats = store.stats()
+            return not (stats.save_queue_blocks or stats.write_queue_blocks or store._room._moving)
+
+        eventually(still, "nothing moves")
+
     def check_misses(self, **expected: int) -> None:
         """Waits until exactly these misses are counted, by reason: counting follows the end of the job."""
         eventually(

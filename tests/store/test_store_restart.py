@@ -270,3 +270,33 @@ def test_hashes_in_many_keyspaces_survive(tmp_path: Path) -> None:
             np.count_nonzero(masks(rig.store, rig.space(group=f"g{number}"), hashes)) for number in range(20)
         ]
         assert found == [2] * 20
+
+
+@pytest.mark.parametrize("first", ["demotion", "write-through"])
+def test_a_block_that_two_movers_wrote_at_once_is_found_after_a_restart(tmp_path: Path, first: str) -> None:
+    """Write-through and eviction may both be writing a block down; whoever loses must not undo the other."""
+    with Rig(tmp_path, dram_blocks=8, nvme_blocks=64, nvme={"admission": "write-through"}) as rig:
+        space = rig.space()
+        before, both, pressure = (random_hashes(4, seed) for seed in (1, 2, 3))
+        assert rig.nvme is not None
+        rig.nvme.plan.fail_always("write", FaultKind.STALL)
+        save(rig.store, space, before)
+        assert rig.nvme.gate.wait_held(1)  # write-through of the first ones is stuck,
+        save(rig.store, space, both)  # so that of these waits behind it
+        under_pressure = submit_save(rig.store, space, pressure)
+        assert rig.nvme.gate.wait_held(2)  # and their eviction comes first
+        rig.nvme.gate.release(1)
+        assert rig.nvme.gate.wait_held(2)  # now both are writing them
+        rig.nvme.plan.heal()
+        if first == "demotion":
+            rig.nvme.gate.release(1)
+            under_pressure.wait(TIMEOUT_S)
+        rig.nvme.gate.release()
+        rig.nvme.gate.release()
+        assert under_pressure.wait(TIMEOUT_S)
+        rig.idle()
+        assert in_tier(TierKind.NVME, masks(rig.store, space, both)) == [True] * 4
+        assert load(rig.store, space, both) == [OK] * 4
+        rig.reopen(0)
+        assert load(rig.store, rig.space(), both) == [OK] * 4
+        assert rig.store.stats().tiers["nvme"].used_bytes == rig.store.stats().tiers["nvme"].blocks * 4096

@@ -91,6 +91,13 @@ class ModelStore:
             elif block.presence is Presence.MUST_NOT:
                 block.presence = Presence.MAY
 
+    def saved_whole(self, space: Keyspace, hashes: HashArray) -> None:
+        """In a lossless store: all parts were saved, in whatever order, so the blocks must be found."""
+        for key in keys_of(space, hashes):
+            block = self._block(key)
+            if block.presence is Presence.MAY:
+                block.presence = Presence.MUST
+
     def removed(self, space: Keyspace, hashes: HashArray) -> None:
         """remove() returned."""
         for key in keys_of(space, hashes):
@@ -130,16 +137,16 @@ class ModelStore:
             if block is not None and block.presence is Presence.MUST:
                 block.presence = Presence.MAY
 
-    def restarted(self, survives: Callable[[Key], Presence]) -> None:
-        """The store was opened again. survives(key) says what must have become of a block that could be found;
-        parts of unfinished blocks and leases are gone."""
+    def restarted(self, survives: Callable[[Key, Presence], Presence]) -> None:
+        """The store was opened again. survives(key, presence) says what must have become of a block that could
+        be found; parts of unfinished blocks and leases are gone."""
         for key, block in list(self._blocks.items()):
             if block.presence is Presence.MUST_NOT:
                 del self._blocks[key]
                 continue
             block.parts.clear()
             block.holds = 0
-            block.presence = survives(key)
+            block.presence = survives(key, block.presence)
 
     # What the store answered.
 
