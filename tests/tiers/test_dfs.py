@@ -68,11 +68,13 @@ class TestDfsDirect(DfsConformance):
 
 
 class TestDfsBufferedSync(DfsConformance):
-    changes = {"direct": "off", "sync": True, "threads": 1}  # noqa: RUF012
+    capacity_bytes = 4 << 20  # each block costs two fsyncs
+    changes = {"direct": "off", "sync": True, "threads": 8}  # noqa: RUF012
 
 
 class TestDfsCompressed(DfsConformance):
-    changes = {"codec": "zstd-planes", "threads": 2}  # noqa: RUF012
+    capacity_bytes = 4 << 20
+    changes = {"codec": "zstd-planes", "threads": 4}  # noqa: RUF012
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 UNLIMITED_BYTES = 1 << 62
 """The capacity of a tier without a limit of ours."""
 RECOVER_BATCH = 8192
-FREE_WAIT_S = 2.0
+FREE_WAIT_S = 5.0
 _CLOSE_WAIT_S = 5.0
 _WAIT_SLICE_S = 60.0
 _WRITE_ATTEMPTS = 3
@@ -178,6 +178,9 @@ class DfsTier:
 
     def available(self, space: Keyspace) -> int:
         return self._accounts.available(file_bytes(space.block_bytes))
+
+    def give_back(self, space: Keyspace, slots: SlotArray) -> None:
+        self._accounts.given_back(space.digest, file_bytes(space.block_bytes), len(slots))
 
     def slab_of(self, slot: int) -> SlotArray:
         """None: files need not share space."""
