@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tierkv._native import CopyPool
 from tierkv.config import DramConfig
 from tierkv.errors import ArgumentError, ConfigError
 from tierkv.testing.buffers import BlockBuffer, block_payload, make_space, random_hashes
+from tierkv.testing.tiers import TierConformance
 from tierkv.tiers.base import Batch, Tier
 from tierkv.tiers.dram import DramTier
 from tierkv.types import BlockStatus, TierKind
@@ -22,6 +24,13 @@ MIB = 1 << 20
 
 def config(capacity_bytes: int = 4 * MIB, slab_bytes: int = MIB, **changes: object) -> DramConfig:
     return DramConfig(capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, **changes)  # type: ignore[arg-type]
+
+
+class TestDram(TierConformance):
+    verifies = False
+
+    def make_tier(self, directory: Path) -> DramTier:
+        return DramTier(config(self.capacity_bytes, 2 * MIB))
 
 
 @pytest.mark.parametrize("pool", [True, False])
