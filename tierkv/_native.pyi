@@ -82,6 +82,12 @@ class Index:
         demotion), most recently used, the first block the most; FLAG_REUSED goes with the block, the pins stay. False
         where the source was doomed, its keyspace is being cleared, or the block was in `tier` already: its slot is not
         taken."""
+    def attach_pending(
+        self, handles: _U32, tier: int, slots: _U32, size_class: int, deadline: float
+    ) -> _U32:
+        """attach() for a copy that is still to be written: (n,) handles of pending residencies, each with a pin, for
+        commit() (part 0) or abort(); NO_SLOT where the source was doomed or the block is in `tier` already or on its
+        way there: its slot is not taken. So no two movers write one block to one tier."""
 
     # Pins.
     def acquire(self, space: int, hashes: _U8, tier_order: bytes) -> tuple[_U8, _U32, _U32, _U32]:

@@ -181,7 +181,23 @@ void bind_adding(nb::class_<Index>& index) {
                 return added.take();
             },
             nb::arg("handles"), nb::arg("tier"), nb::arg("slots"), nb::arg("size_class"),
-            nb::sig("def attach(self, handles: _U32, tier: int, slots: _U32, size_class: int) -> _Bool"));
+            nb::sig("def attach(self, handles: _U32, tier: int, slots: _U32, size_class: int) -> _Bool"))
+        .def(
+            "attach_pending",
+            [](Index& self, nb::handle handles, nb::handle tier, nb::handle slots, nb::handle size_class,
+               double deadline) {
+                const Array<uint32_t> held(handles, "handles"), places(slots, "slots");
+                const uint32_t where = u32(tier, "tier"), kind = u32(size_class, "size_class");
+                Result<uint32_t> reserved(held.size());
+                {
+                    const nb::gil_scoped_release release;
+                    self.attach_pending(held.span(), where, places.span(), kind, deadline, reserved.span());
+                }
+                return reserved.take();
+            },
+            nb::arg("handles"), nb::arg("tier"), nb::arg("slots"), nb::arg("size_class"), nb::arg("deadline"),
+            nb::sig("def attach_pending(self, handles: _U32, tier: int, slots: _U32, size_class: int, "
+                    "deadline: float) -> _U32"));
 }
 
 void bind_pins_and_order(nb::class_<Index>& index) {

@@ -525,6 +525,37 @@ void Index::attach(std::span<const uint32_t> handles, uint32_t tier, std::span<c
     }
 }
 
+void Index::attach_pending(std::span<const uint32_t> handles, uint32_t tier, std::span<const uint32_t> slots,
+                           uint32_t size_class, double deadline, std::span<uint32_t> reserved) {
+    check_tier(tier);
+    check_class(size_class);
+    check_size("slots", slots.size(), handles.size());
+    check_slots(slots);
+    check_deadline(deadline);
+    const std::lock_guard lock(mutex_);
+    for (const uint32_t handle : handles) {
+        if (!pinned(handle) || residencies_[handle].state == State::kPending) {
+            refuse("handle " + std::to_string(handle) + ": it has no pin or is not ready; nothing was changed");
+        }
+    }
+    residencies_.ensure(handles.size());
+    const size_t most_pending = pending_.size() - pending_free_.size() + handles.size();
+    if (pending_.capacity() < most_pending) pending_.reserve(std::max(most_pending, 2 * pending_.capacity()));
+    pending_free_.reserve(pending_.capacity());
+    for (size_t k = 0; k < handles.size(); ++k) {
+        const Residency& source = residencies_[handles[k]];
+        reserved[k] = kNoSlot;
+        if (source.state != State::kReady || residency_in(source.entry, tier) != kNone) continue;
+        const uint8_t reused = source.flags & kFlagReused;
+        const uint32_t residency = add_residency(source.entry, tier, slots[k], size_class, State::kPending);
+        add_pending(residency, 1, deadline);
+        pending_[residencies_[residency].order].writing |= 1;
+        residencies_[residency].flags |= reused;
+        pin(residency);
+        reserved[k] = residency;
+    }
+}
+
 // For the entries that find_all() found.
 void Index::acquire_found(std::span<const uint8_t> tier_order, const AcquiredSpans& acquired) {
     for (size_t k = 0; k < found_.size(); ++k) {

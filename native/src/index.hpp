@@ -101,6 +101,9 @@ class Index {
     void attach(std::span<const uint32_t> handles, uint32_t tier, std::span<const uint32_t> slots, uint32_t size_class,
                 std::span<uint8_t> added);
 
+    void attach_pending(std::span<const uint32_t> handles, uint32_t tier, std::span<const uint32_t> slots,
+                        uint32_t size_class, double deadline, std::span<uint32_t> reserved);
+
     void acquire(uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order, const AcquiredSpans& acquired);
     void release(std::span<const uint32_t> handles);
 

@@ -6,6 +6,7 @@ erased. A victim whose write fails is dropped: it is a cache. Nothing leased, lo
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from tierkv.jobs import Job
 from tierkv.keys import Keyspace
 from tierkv.memory import slot_bytes_for
 from tierkv.store.core import Core, log, select, wait_for_change
-from tierkv.types import BlockStatus, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
+from tierkv.tiers.base import Batch
+from tierkv.types import NO_SLOT, BlockStatus, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
 
 _CHUNK_BLOCKS = 128
 _CHUNK_BYTES = 128 << 20
@@ -309,21 +311,22 @@ class Room:
         if not len(slots):
             end()
             return 0
-        chosen = source.at(
-            np.arange(len(source) - len(slots), len(source))
-        )  # the most recent ones, if not all fit
-        addresses = np.ascontiguousarray(addresses[len(source) - len(slots) :])
-        batch = core.batch(space, chosen.hashes, slots, addresses)
+        # The most recent ones, if not all fit, and those first: commit() makes the first of a batch the most recent.
+        order = np.arange(len(source))[::-1][: len(slots)]
+        taken, batch = self._reserve_below(target, space, source.at(order), slots, addresses[order])
+        if not len(taken):
+            end()
+            return 0
         job, in_time = core.write(target, batch, max(0.0, deadline_s - time.monotonic()))
         if in_time:
-            stored = self._adopt(target, space, chosen, slots, job)
+            stored = self._end_write(target, space, batch, taken, job)
             end()
             return stored
 
         ticket = self.enter()
 
         def finish_late() -> None:
-            self._adopt(target, space, chosen, slots, job)
+            self._end_write(target, space, batch, taken, job)
             unpin(source.handles)
             core.drain(TierKind.DRAM)
             end()
@@ -332,30 +335,39 @@ class Room:
         log.warning(
             "%s: a write of %d blocks is late; it goes on in the background",
             core.tiers[target].info.name,
-            len(slots),
+            len(taken),
         )
         core.when_done(job, finish_late)
         return None
 
-    def _adopt(self, target: TierKind, space: Keyspace, source: Victims, slots: SlotArray, job: Job) -> int:
-        """Makes the blocks that were written known in `target`, and frees the slots of those that were not."""
+    def _reserve_below(
+        self, target: TierKind, space: Keyspace, source: Victims, slots: SlotArray, addresses: np.ndarray
+    ) -> tuple[UInt32Array, Batch]:
+        """Reserves the blocks in `target` and gives back the slots of those that are there or on their way."""
+        core = self._core
+        # No deadline: the reservation ends by commit() or abort(), when the write ends.
+        reserved = core.index.attach_pending(source.handles, target, slots, core.size_class(space), math.inf)
+        mine = reserved != NO_SLOT
+        if not mine.all():
+            core.tiers[target].give_back(space, np.ascontiguousarray(slots[~mine]))
+        taken, hashes, slots, addresses = select(mine, reserved, source.hashes, slots, addresses)
+        return taken, core.batch(space, hashes, slots, addresses)
+
+    def _end_write(
+        self, target: TierKind, space: Keyspace, batch: Batch, reserved: UInt32Array, job: Job
+    ) -> int:
+        """Makes known what was written. The slots of the rest come back through drain()."""
         core, tier = self._core, self._core.tiers[target]
-        written = np.flatnonzero(job.status == BlockStatus.OK)[
-            ::-1
-        ]  # attach() makes the first the most recent
-        handles, taken, hashes = select(written, source.handles, slots, source.hashes)
-        accepted = core.index.attach(handles, target, taken, core.size_class(space))
-        if not accepted.all():
-            refused = ~accepted
-            if tier.info.shared:
-                # Known there already (leave the file) or removed meanwhile (delete it).
-                refused &= (core.index.lookup(space.number, hashes) & placement.bit(target)) == 0
-            if refused.any():
-                tier.free(space, *select(refused, hashes, taken))
-        failed = job.status != BlockStatus.OK
-        if failed.any():
-            tier.free(space, *select(failed, source.hashes, slots))
-        return int(np.count_nonzero(accepted))
+        written = job.status == BlockStatus.OK
+        core.index.abort(np.ascontiguousarray(reserved[~written]))
+        known = np.zeros(len(reserved), np.bool_)
+        known[written] = core.index.commit(np.ascontiguousarray(reserved[written]), 0)
+        if (
+            tier.info.shared and not known.all()
+        ):  # failed, or removed meanwhile: drain() leaves shared tiers alone
+            tier.free(space, *select(~known, batch.hashes, batch.slots))
+        core.drain(target)
+        return int(np.count_nonzero(known))
 
     # Room ahead of need
 

@@ -88,6 +88,9 @@ class MemoryTier:
     def available(self, space: Keyspace) -> int:
         return self._slots.available(slot_bytes_for(space.block_bytes))
 
+    def give_back(self, space: Keyspace, slots: SlotArray) -> None:
+        self._slots.free(slots)
+
     def slab_of(self, slot: int) -> SlotArray:
         return self._slots.slab_slots(slot)
 

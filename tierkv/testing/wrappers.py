@@ -37,6 +37,9 @@ class TierWrapper:
     def available(self, space: Keyspace) -> int:
         return self.inner.available(space)
 
+    def give_back(self, space: Keyspace, slots: SlotArray) -> None:
+        self.inner.give_back(space, slots)
+
     def slab_of(self, slot: int) -> SlotArray:
         return self.inner.slab_of(slot)
 

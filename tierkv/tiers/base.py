@@ -94,6 +94,10 @@ class Tier(Protocol):
         """How many slots allocate() could grant for blocks of `space` now."""
         ...
 
+    def give_back(self, space: Keyspace, slots: SlotArray) -> None:
+        """Makes slots free again that allocate() granted and nothing was written to."""
+        ...
+
     def slab_of(self, slot: int) -> SlotArray:
         """All slots in use that must be free before the space of `slot` can serve another block size, ascending; empty
         where sizes do not compete for space."""

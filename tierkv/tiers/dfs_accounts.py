@@ -114,6 +114,14 @@ class Accounts:
             account.granted -= spent
             self._used_bytes += (account.files.add(_keys_of(hashes)) - spent) * file_bytes
 
+    def given_back(self, digest: bytes, file_bytes: int, count: int) -> None:
+        """Grants that will not be used."""
+        with self._lock:
+            account = self._of(digest, file_bytes)
+            grants = min(count, account.granted)
+            account.granted -= grants
+            self._used_bytes -= grants * file_bytes
+
     def found(self, digest: bytes, file_bytes: int, hashes: HashArray) -> None:
         """Files that others wrote, or an earlier process."""
         with self._lock:

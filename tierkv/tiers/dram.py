@@ -80,6 +80,10 @@ class DramTier:
     def available(self, space: Keyspace) -> int:
         return self.slot_map.available(slot_bytes_for(space.block_bytes))
 
+    def give_back(self, space: Keyspace, slots: SlotArray) -> None:
+        """As Tier.give_back; ArgumentError, and nothing changed, for slots that are not in use."""
+        self.slot_map.free(slots)
+
     def slab_of(self, slot: int) -> SlotArray:
         return self.slot_map.slab_slots(slot)
 

@@ -153,6 +153,9 @@ class NvmeTier:
     def available(self, space: Keyspace) -> int:
         return self._slots.available(slot_bytes_for(space.block_bytes))
 
+    def give_back(self, space: Keyspace, slots: SlotArray) -> None:
+        self._slots.free(slots)
+
     def slab_of(self, slot: int) -> SlotArray:
         return self._slots.slab_slots(slot)
 
@@ -247,8 +250,8 @@ class NvmeTier:
             if chunk.steps_left:
                 return
         with self._flights_lock:
-            last = not any(other.job is chunk.job and other.steps_left for other in self._writes)
-        self._committer.add(chunk, urgent=last)
+            under_way = any(other.steps_left for other in self._writes)
+        self._committer.add(chunk, urgent=not under_way)
 
     def _write_ended(self, chunk: WriteChunk, outcome: UInt8Array) -> None:
         with self._flights_lock:
