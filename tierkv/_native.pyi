@@ -38,7 +38,7 @@ class Index:
     def match(self, space: int, hashes: _U8, tier_mask: int = 15) -> int:
         """The length of the longest prefix of `hashes` in which every block is in a tier of `tier_mask` (bit t)."""
     def prefix(self, space: int, hashes: _U8, tier_mask: int = 15) -> _U8:
-        """match() that tells where: (length,) uint8, for each block of the prefix the tiers of `tier_mask` that hold it."""
+        """match() that tells where: (length,) uint8, the tiers of `tier_mask` that hold each block of the prefix."""
     def lookup(self, space: int, hashes: _U8) -> _U8:
         """(n,) uint8: for each block the mask of the tiers that hold it; 0 where none does."""
     def resolve(self, space: int, hashes: _U8, tier: int) -> tuple[_U32, _U32]:
@@ -49,7 +49,8 @@ class Index:
     # Adding.
     def insert(self, space: int, hashes: _U8, tier: int, slots: _U32, size_class: int) -> _Bool:
         """Adds ready residencies as most recently used, the last of the batch first, so that the first block ends
-        up as the most recent. False where the block was in that tier already (ready or pending): its slot is not taken."""
+        up as the most recent. False where the block was in that tier already (ready or pending): its slot is not
+        taken."""
     def reserve(
         self,
         space: int,
@@ -66,25 +67,23 @@ class Index:
         Outcomes: RESERVE_NEW (a slot of `slots` was taken, in order, for a new pending residency), RESERVE_JOINED
         (pending through another part: write into its slot), RESERVE_KNOWN (ready already), RESERVE_BUSY (this part is
         being written or was written, also earlier in this call, or the block is pending with another part count),
-        RESERVE_NO_SLOT (`slots` was used up). NEW and JOINED hold one pin until commit() or abort(); slot and handle are
-        NO_SLOT for the others. part_count is 1 to 64, parts count from 0. The block is given up at the latest `deadline`
-        of its reservations (see expire()).
+        RESERVE_NO_SLOT (`slots` was used up). NEW and JOINED hold one pin until commit() or abort(); slot and handle
+        are NO_SLOT for the others. part_count is 1 to 64, parts count from 0. The block is given up at the latest
+        `deadline` of its reservations (see expire()).
         """
     def commit(self, handles: _U32, part: int) -> _Bool:
         """Ends the writing of `part` and releases the reservations' pins: (n,) bool, True where this completed the
         block, which is now ready and most recently used (the first of the batch the most). False: other parts are
         missing, or it was doomed meanwhile. ValueError (nothing changed) where `part` is not reserved."""
     def abort(self, handles: _U32) -> None:
-        """Gives reservations up and releases their pins: the pending blocks are doomed, all their parts with them. Other
-        parts' writers keep their pins until their own commit() or abort(), so the slot is not freed under them."""
+        """Gives reservations up and releases their pins: the pending blocks are doomed, all their parts with them.
+        Other parts' writers keep their pins until their own commit() or abort(), so no slot is freed under them."""
     def attach(self, handles: _U32, tier: int, slots: _U32, size_class: int) -> _Bool:
         """Adds a ready residency in another `tier` to the blocks of pinned, ready `handles` (for promotion and
         demotion), most recently used, the first block the most; FLAG_REUSED goes with the block, the pins stay. False
         where the source was doomed, its keyspace is being cleared, or the block was in `tier` already: its slot is not
         taken."""
-    def attach_pending(
-        self, handles: _U32, tier: int, slots: _U32, size_class: int, deadline: float
-    ) -> _U32:
+    def attach_pending(self, handles: _U32, tier: int, slots: _U32, size_class: int, deadline: float) -> _U32:
         """attach() for a copy that is still to be written: (n,) handles of pending residencies, each with a pin, for
         commit() (part 0) or abort(); NO_SLOT where the source was doomed or the block is in `tier` already or on its
         way there: its slot is not taken. So no two movers write one block to one tier."""
@@ -94,8 +93,8 @@ class Index:
         """Pins each block in the first tier of `tier_order` that holds it ready: ((n,) tier, (n,) slot, (n,)
         generation, (n,) handle); NO_TIER, NO_SLOT, 0, NO_SLOT where none does."""
     def release(self, handles: _U32) -> None:
-        """Releases one pin of each handle; entries of NO_SLOT are skipped. ValueError (nothing released) if a handle has
-        none, or is a reservation."""
+        """Releases one pin of each handle; entries of NO_SLOT are skipped. ValueError (nothing released) if a handle
+        has none, or is a reservation."""
 
     # Order of use.
     def touch(
@@ -137,13 +136,14 @@ class Index:
         """Erases every residency of the keyspace that was there when the call began; returns how many that were. Walks
         the whole index, letting other calls in between."""
     def take_freed(self, tier: int) -> tuple[_U32, _U32, _U8, _U8]:
-        """The slots that became free since the last call: ((k,) slot, (k,) keyspace number, (k, 32) hash, (k,) size class)."""
+        """The slots that became free since the last call: ((k,) slot, (k,) keyspace number, (k, 32) hash, (k,) size
+        class)."""
 
     # Leases: sets of pins with a deadline.
     def lease(self, deadline: float) -> int:
         """Opens an empty lease and returns its number (>= 1)."""
     def lease_add(self, lease: int, space: int, hashes: _U8, tier_order: bytes) -> _U8:
-        """Pins blocks under a lease, as acquire() does: (n,) uint8 tier, or NO_TIER. All NO_TIER if the lease is gone."""
+        """Pins blocks under a lease, as acquire() does: (n,) uint8 tier, or NO_TIER; all NO_TIER if it is gone."""
     def lease_extend(self, lease: int, deadline: float) -> bool:
         """Moves the deadline; False if the lease is gone."""
     def lease_release(self, lease: int) -> bool:
@@ -159,7 +159,7 @@ class Index:
         with); the cursor is NO_SLOT at the end. A call looks at 65,536 records at most, so k may be small, or 0, before
         the end."""
     def stats(self) -> dict[str, int]:
-        """entries, residencies, ready_hbm/dram/nvme/dfs, pending, doomed, pins, leases, bytes (all memory the index holds)."""
+        """entries, residencies, ready_hbm/dram/nvme/dfs, pending, doomed, pins, leases, bytes (all memory it holds)."""
     def check(self) -> None:
         """Walks everything and raises ValueError that names the first broken invariant. For tests."""
 
@@ -184,17 +184,17 @@ class CopyPool:
     def crc32c(self, addresses: _I64, lengths: _I64) -> _U32:
         """(n,) crc32c of each range."""
     def fill(self, addresses: _I64, lengths: _I64, seeds: npt.NDArray[np.uint64]) -> None:
-        """Fills each range with a fast pseudo-random sequence of its seed (splitmix64, 8 bytes a step, little endian)."""
+        """Fills each range with the pseudo-random sequence of its seed (splitmix64, 8 bytes a step, little endian)."""
     def differ(self, addresses: _I64, lengths: _I64, seeds: npt.NDArray[np.uint64]) -> _Bool:
         """(n,) bool: the range differs from what fill() with that seed writes."""
     def touch(self, address: int, length: int, page_bytes: int) -> None:
-        """Makes the kernel map every page of the range, writable, without changing its content; safe while others use the
-        memory. MemoryError where the kernel has no memory for it or the range is not mapped."""
+        """Makes the kernel map every page of the range, writable, without changing its content; safe while others use
+        the memory. MemoryError where the kernel has no memory for it or the range is not mapped."""
     def close(self) -> None:
         """Ends the workers; later calls run on the caller's thread. Idempotent."""
 
 def crc32c(data: _U8, value: int = 0) -> int:
-    """crc32c (Castagnoli) of a one-dimensional uint8 array, going on from `value`; crc32c of b'123456789' is 0xE3069283."""
+    """crc32c (Castagnoli) of a one-dimensional uint8 array, going on from `value`; of b'123456789': 0xE3069283."""
 
 def crc32c_portable(data: _U8, value: int = 0) -> int:
     """The same by tables, on any CPU."""

@@ -355,17 +355,26 @@ class IndexMachine(RuleBasedStateMachine):
 
     # Order of use.
 
-    @rule(space=spaces, names=names, mask=masks, suffix=st.booleans(), mark=st.booleans(), move=st.booleans())
-    def touch(self, space: int, names: list[int], mask: int, suffix: bool, mark: bool, move: bool) -> None:
-        self.index.touch(space, pack(names), mask, suffix, mark, move)
+    @rule(
+        space=spaces,
+        names=names,
+        mask=masks,
+        suffix=st.booleans(),
+        mark=st.booleans(),
+        move=st.booleans(),
+        fastest=st.booleans(),
+    )
+    def touch(
+        self, space: int, names: list[int], mask: int, suffix: bool, mark: bool, move: bool, fastest: bool
+    ) -> None:
+        self.index.touch(space, pack(names), mask, suffix, mark, move, fastest)
         self.calls += move
         for name in reversed(names) if suffix else names:
-            for tier in TIERS:
-                residency = self.ready(space, name, tier)
-                if residency is not None and mask >> tier & 1:
-                    residency.reused |= mark
-                    if move:
-                        self.use_now(residency)
+            held = [r for tier in TIERS if mask >> tier & 1 and (r := self.ready(space, name, tier))]
+            for residency in held[:1] if fastest else held:
+                residency.reused |= mark
+                if move:
+                    self.use_now(residency)
 
     @rule(tier=tiers, size_class=st.sampled_from([0, *SPACES, 7]), count=st.integers(0, 6))
     def victims(self, tier: int, size_class: int, count: int) -> None:
@@ -375,7 +384,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(tier=tiers, data=st.data())
     def in_slots(self, tier: int, data: st.DataObject) -> None:
         slots = sorted(data.draw(st.sets(st.integers(0, max(0, self.next_slot)), max_size=8)))
-        expected = [r for r in self.all_ready(tier) if r.slot in slots]
+        expected = [r for r in self.all_ready(tier) if r.slot in slots and r.pins == 0]
         self.expect_chosen(self.index.in_slots(tier, u32(slots)), expected)
 
     @rule(tier=tiers, other=tiers, count=st.integers(0, 4), after=st.integers(0, 20) | st.just(NO_SLOT))
@@ -542,10 +551,20 @@ class IndexMachine(RuleBasedStateMachine):
         """When every pin has gone, nothing is left but what is ready or pending; cleared, nothing at all."""
         if not hasattr(self, "index"):
             return
+        for _ in range(21):  # past the last deadline, a step at a time
+            self.expire(1)
+        assert not self.leases
         self.index.release(u32([r.handle for r in self.pinned]))
+        for residency in self.pinned:
+            self.unpin(residency)
         self.index.abort(u32([r.handle for r, _ in self.writes]))
-        for number in self.leases:
-            assert self.index.lease_release(number)
+        for residency, _ in self.writes:
+            self.unpin(residency)
+        self.index.check()
+        for (tier, size_class), order in self.use.items():
+            handles = self.index.victims(tier, size_class, 1000)[0]
+            assert handles.tolist() == [r.handle for r in order]
+            self.index.release(handles)
         stats = self.index.stats()
         assert (stats["pins"], stats["doomed"], stats["leases"]) == (0, 0, 0)
         for space in SPACES:
