@@ -44,6 +44,7 @@ _CHUNKS_IN_FLIGHT = 2
 """Of each tier, of each request: while one is checked and copied, the next is read."""
 _FOLLOW_S = 1.0
 """How long a request waits for another one's transfer of the same block before it reads the block for itself."""
+_LOOK_AGAIN_S = 5.0
 _NO_SLOTS = np.empty(0, np.uint32)
 _DRAM_ONLY = bytes([TierKind.DRAM])
 _DROPPED_FOR = (BlockStatus.MISS, BlockStatus.CORRUPT, BlockStatus.IO_ERROR)
@@ -160,7 +161,7 @@ class Loader:
     # DRAM
 
     def _run_fast(self) -> None:
-        while (request := self._fast.get()) is not None:
+        while (request := _next(self._fast)) is not None:
             try:
                 self._load_from_dram(request, np.flatnonzero(request.tiers == TierKind.DRAM))
                 lower = np.flatnonzero((request.tiers != TierKind.DRAM) & (request.tiers != NO_TIER))
@@ -208,7 +209,7 @@ class Loader:
     # Lower tiers
 
     def _run_slow(self) -> None:
-        while (request := self._slow.get()) is not None:
+        while (request := _next(self._slow)) is not None:
             work = _Work({kind: deque() for kind in self._core.lower}, dict.fromkeys(self._core.lower, 0))
             ticket = self._room.enter()
             try:
@@ -484,3 +485,12 @@ class Loader:
             self._slow.put(None)
         for thread in self._threads[1:]:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _next(queue: SimpleQueue[_Request | None]) -> _Request | None:
+    """The queue's next request, or None when the loader closes."""
+    while True:
+        try:
+            return queue.get(timeout=_LOOK_AGAIN_S)
+        except Empty:
+            continue
