@@ -80,6 +80,7 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
         ([*SMALL, "--layers", "3"], "layers"),
         ([*SMALL, "--speed-up", "-1"], "speed-up"),
         ([*SMALL, "--seed", "-1"], "seed"),
+        ([*SMALL, "--free-ahead", "0.7"], "free-ahead"),
         (["replay", "--dram", "4096", "--block-bytes", "8192"], "8192"),
         (["verify", "nowhere"], "nowhere"),
         (["inspect", "nowhere"], "nowhere"),

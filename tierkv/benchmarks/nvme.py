@@ -31,7 +31,7 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 2 * MIB)
 QUICK_SIZES = (64 * KIB, 256 * KIB)
 QUEUE_DEPTH = 32
 BATCH = 128
-_SAMPLE_BYTES = 1024 * MIB
+_SAMPLE_BYTES = 512 * MIB
 _SYNCS: tuple[Literal["power", "process"], ...] = ("power", "process")
 
 

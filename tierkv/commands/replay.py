@@ -79,9 +79,11 @@ def add_parser(commands: Any) -> None:
         "--demote", choices=_DEMOTE, default="on-evict", help="DRAM to NVMe (default %(default)s)"
     )
     policies.add_argument(
-        "--free-ahead", metavar="SHARE", type=float, default=0.01,
-        help="share of DRAM that is kept free by demoting in the background (default %(default)s)",
-    )  # fmt: skip
+        "--free-ahead",
+        metavar="SHARE",
+        type=float,
+        help="share of DRAM that is kept free by demoting in the background",
+    )
     policies.add_argument("--promote", choices=("on-hit", "never"), default="on-hit")
 
     sessions = parser.add_argument_group("agent sessions (without TRACE)")
@@ -191,6 +193,8 @@ def load_workload(arguments: argparse.Namespace) -> tuple[str, str, list[Request
 
 def store_config(arguments: argparse.Namespace, nvme_directory: str | None) -> StoreConfig:
     """The store's settings; ArgumentError when options do not fit together."""
+    import msgspec
+
     from tierkv.config import DfsConfig, DramConfig, NvmeConfig, StoreConfig, validate
     from tierkv.memory import DEFAULT_SLAB_BYTES, capacity_for, slot_bytes_for
 
@@ -231,8 +235,13 @@ def store_config(arguments: argparse.Namespace, nvme_directory: str | None) -> S
             directory=arguments.dfs_dir, capacity_bytes=arguments.dfs, codec=arguments.dfs_codec,
             admission=arguments.dfs_admission,
         )  # fmt: skip
+    dram = DramConfig(capacity_bytes=dram_bytes, slab_bytes=slab_bytes)
+    if arguments.free_ahead is not None:
+        if not 0 <= arguments.free_ahead <= 0.5:
+            raise ArgumentError(f"--free-ahead is {arguments.free_ahead:g}: a share of 0 to 0.5 is possible")
+        dram = msgspec.structs.replace(dram, free_ahead=arguments.free_ahead)
     config = StoreConfig(
-        dram=DramConfig(capacity_bytes=dram_bytes, slab_bytes=slab_bytes, free_ahead=arguments.free_ahead),
+        dram=dram,
         nvme=nvme,
         dfs=dfs,
         eviction=arguments.eviction,
