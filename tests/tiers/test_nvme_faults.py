@@ -3,6 +3,7 @@ systems."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -396,3 +397,22 @@ def test_a_read_only_file_system_is_named(mounted: Callable[..., Path]) -> None:
         open_tier(place, 16)
     with pytest.raises(StorageError, match=r"cannot be made.*remount it writable"):
         NvmeTier(NvmeConfig(directory=str(place / "other"), capacity_bytes=1 << 16))
+
+
+def test_a_blocked_io_uring_is_noted_and_threads_take_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import liburing
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(liburing, "io_uring_queue_init", refuse)
+    tier = open_tier(tmp_path)
+    assert any(note.startswith("engine threads: io_uring is refused") for note in tier.notes)
+    slots = store(tier, SPACE, HASHES[:5])
+    assert read(tier, SPACE, HASHES[:5], slots) == [OK] * 5
+    tier.close()
+    with pytest.raises(StorageError, match="engine = io_uring is set, but io_uring is refused"):
+        open_tier(tmp_path, engine="io_uring")
+    open_tier(tmp_path).close()  # the refusal left nothing locked

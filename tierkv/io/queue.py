@@ -16,6 +16,8 @@ from tierkv.io.base import PIECE_BYTES, QUEUE_BLOCKS, Operation
 from tierkv.jobs import Job
 from tierkv.types import BlockStatus, Int64Array
 
+_OK = int(BlockStatus.OK)
+
 
 class Request:
     """One submitted batch: its blocks cut into pieces of at most `piece_bytes`."""
@@ -36,7 +38,7 @@ class Request:
         self.operation = operation
         self.fd = fd
         self.job = Job(len(offsets))
-        self._status = np.full(len(offsets), BlockStatus.PENDING, np.uint8)
+        self._status = [_OK] * len(offsets)
         self._lock = threading.Lock()
         pieces = -(-lengths // piece_bytes)
         self._pieces_left: list[int] = pieces.tolist()
@@ -61,17 +63,15 @@ class Request:
         last block."""
         block = self.blocks[index]
         with self._lock:
-            if status != BlockStatus.OK and self._status[block] == BlockStatus.PENDING:
+            if status != _OK and self._status[block] == _OK:
                 self._status[block] = status
             self._pieces_left[block] -= 1
             if self._pieces_left[block]:
                 return
-            if self._status[block] == BlockStatus.PENDING:
-                self._status[block] = BlockStatus.OK
             self._open -= 1
             if self._open:
                 return
-        self.job.settle(slice(None), self._status)
+        self.job.settle(slice(None), np.array(self._status, np.uint8))
 
     def cut(self, status: int) -> None:
         """Ends the pieces that were never handed out; the request must have left the queue."""
@@ -82,7 +82,7 @@ class Request:
         """Settles the job now: blocks that have wholly ended keep their outcome, the others get `status`."""
         with self._lock:
             unfinished = np.asarray(self._pieces_left) > 0
-            outcome = self._status.copy()
+            outcome = np.array(self._status, np.uint8)
             outcome[unfinished] = status
         self.job.settle(slice(None), outcome)
 

@@ -28,6 +28,7 @@ from tierkv.types import BlockStatus, Int64Array
 
 _log = logging.getLogger(__name__)
 _MAX_RETRIES = 64
+_OK, _PENDING = int(BlockStatus.OK), int(BlockStatus.PENDING)  # plain integers: this is the hot path
 _RETRY = frozenset({errno.EINTR, errno.EAGAIN})
 _BUSY = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY})
 
@@ -258,7 +259,7 @@ class UringBlockIO:
             except OSError as error:
                 outcome = self._failed(flight, error.errno or 0)
             uring.io_uring_cq_advance(ring, 1)
-            if outcome == BlockStatus.PENDING:
+            if outcome == _PENDING:
                 again.append(flight)
             else:
                 ended[flight.request.operation] += 1
@@ -277,7 +278,7 @@ class UringBlockIO:
         if progress == 0:
             return BlockStatus.IO_ERROR
         flight.done += progress
-        return BlockStatus.OK if flight.done >= length else BlockStatus.PENDING
+        return _OK if flight.done >= length else _PENDING
 
     def _failed(self, flight: _Flight, error_number: int) -> int:
         flight.tries += 1

@@ -250,8 +250,8 @@ class NvmeTier:
             if chunk.steps_left:
                 return
         with self._flights_lock:
-            under_way = any(other.steps_left for other in self._writes)
-        self._committer.add(chunk, urgent=not under_way)
+            last = not any(other.job is chunk.job and other.steps_left for other in self._writes)
+        self._committer.add(chunk, urgent=last)
 
     def _write_ended(self, chunk: WriteChunk, outcome: UInt8Array) -> None:
         with self._flights_lock:

@@ -1,9 +1,9 @@
 """The committer: the one thread that changes the catalog.
 
 Writes whose bytes are on the medium and deletions queue up here; one transaction takes what has come together
-(group commit): when no more writes are under way, when 512 blocks wait, when somebody waits for a deletion, or after
-50 ms. Syncing more often costs bandwidth: a device flushes its cache each time. With sync "power" the slot file is
-synced before. The order of the queue is kept, so a deletion that was asked for after a write removes it.
+while the last one was committed (group commit): when a job's last bytes have landed, when 512 blocks wait, when
+somebody waits for a deletion, or after 50 ms. With sync "power" the slot file is synced before. The order of the
+queue is kept, so a deletion that was asked for after a write removes it.
 
 Deletions that could not be committed stay owed: their slots stay taken and they are tried again every
 second.
