@@ -24,7 +24,7 @@ import numpy as np
 
 from tierkv.catalog import CODEC_NONE, ENTRY, AddKeyspace, Catalog, CatalogWriteError, Change, Delete, Put
 from tierkv.clock import Clock
-from tierkv.errors import FormatError, StorageError
+from tierkv.errors import ArgumentError, FormatError, StorageError
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
 from tierkv.memory import slot_bytes_for
@@ -293,7 +293,10 @@ class Committer:
         for deletion in deletions:
             deletion.committed = committed
             if committed and deletion.free_slots is not None:
-                self._release(deletion.free_slots)
+                try:
+                    self._release(deletion.free_slots)
+                except ArgumentError:  # freed twice by the caller: what others wrote must not fail for it
+                    _log.exception("slots were freed that are not taken")
         if not committed and deletions:
             with self._condition:
                 self._owed += deletions
