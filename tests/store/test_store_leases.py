@@ -227,7 +227,7 @@ def test_a_block_that_is_being_loaded_is_not_evicted(tmp_path: Path) -> None:
         under_way = Load(rig.store, space, hashes)
         assert rig.nvme.gate.wait_held()
         for seed in range(2, 9):
-            save(rig.store, space, random_hashes(4, seed), timeout_s=5.0)
+            save(rig.store, space, random_hashes(4, seed), timeout_s=0.2)
         rig.nvme.gate.release()
         assert under_way.statuses() == [OK] * 4
         rig.settled()
@@ -246,7 +246,7 @@ def test_a_lease_that_ends_during_its_load_harms_nothing(tmp_path: Path) -> None
         assert rig.nvme.gate.wait_held()
         rig.clock.advance(11.0)
         assert not lease.release()
-        save(rig.store, space, random_hashes(8, 2), timeout_s=5.0)
+        save(rig.store, space, random_hashes(8, 2), timeout_s=0.2)
         rig.nvme.gate.release()
         assert under_way.statuses() == [OK] * 4
         rig.settled()

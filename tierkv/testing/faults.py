@@ -160,6 +160,10 @@ class Gate:
                 return
         cancel()
 
+    def hold_until_close(self, cancel: Callable[[], None]) -> None:
+        """Keeps an entry that release() does not let go."""
+        self.hold(lambda: self.hold_until_close(cancel), cancel)
+
     def held(self) -> int:
         """Entries that wait."""
         with self._changed:
@@ -246,7 +250,7 @@ class FaultyTier(TierWrapper):
                 lambda inner: self.gate.hold(lambda: job.settle(positions, inner.status), cancel)
             )
         elif kind is FaultKind.LOST:
-            submit(batch.select(positions)).add_done_callback(lambda _: self.gate.hold(lambda: None, cancel))
+            submit(batch.select(positions)).add_done_callback(lambda _: self.gate.hold_until_close(cancel))
         elif kind in _DAMAGE:
             self._forward(job, positions, batch, submit, kind)
         else:
@@ -358,7 +362,7 @@ class FaultyBlockIO:
         elif kind is FaultKind.LATE:
             request.forward(positions, late)
         elif kind is FaultKind.LOST:
-            request.forward(positions, lambda _: self.gate.hold(lambda: None, cancel))
+            request.forward(positions, lambda _: self.gate.hold_until_close(cancel))
         elif kind in _DAMAGE:
             request.forward(positions, lambda inner: request.damage(kind, positions, inner))
         else:

@@ -192,6 +192,29 @@ class TierConformance:
         tier.free(space, random_hashes(len(slots), 2), slots)
         assert tier.available(space) == len(slots)
 
+    def test_slots_that_were_granted_can_be_given_back(self, tier: Tier) -> None:
+        space, hashes = make_space(5000), random_hashes(3, 70)
+        kept = self.write(tier, space, hashes)
+        slots = self.fill(tier, space)
+        tier.give_back(space, slots)
+        assert tier.available(space) == len(slots)
+        assert len(self.fill(tier, space)) == len(slots)
+        assert self.read(tier, space, hashes, kept) == [BlockStatus.OK] * 3
+
+    def test_a_slab_that_was_emptied_serves_another_block_size(self, tier: Tier) -> None:
+        small, large = make_space(4096, 1), make_space(1 << 20, 2)
+        slots = self.fill(tier, small)
+        assert tier.available(large) == 0
+        slab = tier.slab_of(int(slots[len(slots) // 2]))
+        if not len(slab):
+            pytest.skip("block sizes do not compete for slabs here")
+        assert slots[len(slots) // 2] in slab
+        assert (np.diff(slab.astype(np.int64)) > 0).all()
+        assert set(slab.tolist()) <= set(slots.tolist())
+        tier.free(small, random_hashes(len(slab), 71), slab)
+        assert tier.available(large) > 0
+        self.write(tier, large, random_hashes(1, 72))
+
     def test_one_capacity_serves_several_block_sizes(self, tier: Tier) -> None:
         small, large = make_space(4096, 1), make_space(1 << 20, 2)
         fit = tier.available(large)
