@@ -493,6 +493,12 @@ void Index::abort(std::span<const uint32_t> handles) {
     }
 }
 
+// A keyspace that is being cleared gets no copies of what is about to go: they could lie behind clear()'s walk.
+bool Index::may_copy(const Residency& source, uint32_t tier) const {
+    if (source.state != State::kReady || residency_in(source.entry, tier) != kNone) return false;
+    return std::find(clearing_.begin(), clearing_.end(), entries_[source.entry].space) == clearing_.end();
+}
+
 void Index::attach(std::span<const uint32_t> handles, uint32_t tier, std::span<const uint32_t> slots,
                    uint32_t size_class, std::span<uint8_t> added) {
     check_tier(tier);
@@ -510,10 +516,7 @@ void Index::attach(std::span<const uint32_t> handles, uint32_t tier, std::span<c
     found_.resize(handles.size());
     for (size_t k = 0; k < handles.size(); ++k) {
         const Residency& source = residencies_[handles[k]];
-        // A keyspace that is being cleared gets no copies of what is about to go.
-        const bool lasting = clearing_.empty() || std::find(clearing_.begin(), clearing_.end(),
-                                                            entries_[source.entry].space) == clearing_.end();
-        added[k] = source.state == State::kReady && lasting && residency_in(source.entry, tier) == kNone;
+        added[k] = may_copy(source, tier);
         if (!added[k]) continue;
         const uint8_t reused = source.flags & kFlagReused;
         found_[k] = add_residency(source.entry, tier, slots[k], size_class, State::kReady);
@@ -532,6 +535,7 @@ void Index::attach_pending(std::span<const uint32_t> handles, uint32_t tier, std
     check_size("slots", slots.size(), handles.size());
     check_slots(slots);
     check_deadline(deadline);
+    make_room(handles.size());
     const std::lock_guard lock(mutex_);
     for (const uint32_t handle : handles) {
         if (!pinned(handle) || residencies_[handle].state == State::kPending) {
@@ -545,7 +549,7 @@ void Index::attach_pending(std::span<const uint32_t> handles, uint32_t tier, std
     for (size_t k = 0; k < handles.size(); ++k) {
         const Residency& source = residencies_[handles[k]];
         reserved[k] = kNoSlot;
-        if (source.state != State::kReady || residency_in(source.entry, tier) != kNone) continue;
+        if (!may_copy(source, tier)) continue;
         const uint8_t reused = source.flags & kFlagReused;
         const uint32_t residency = add_residency(source.entry, tier, slots[k], size_class, State::kPending);
         add_pending(residency, 1, deadline);

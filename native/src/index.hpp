@@ -175,6 +175,7 @@ class Index {
     void doom(uint32_t residency);
     void free_residency(uint32_t residency);
     bool pinned(uint32_t handle) const;
+    bool may_copy(const Residency& source, uint32_t tier) const;
     // Throws, with nothing changed, unless every handle has a pin for each time it is listed and `fits` its record.
     template <typename Fits>
     void check_handles(std::span<const uint32_t> handles, bool skip_none, const char* expected, Fits fits);

@@ -382,6 +382,42 @@ TEST(copies_in_other_tiers) {
     ok(index);
 }
 
+TEST(no_copy_survives_a_clear) {
+    // One thread copies blocks to other tiers and promotes them through reservations while another clears the keyspace.
+    // The free records lie in front, so that copies land behind the walk.
+    for (int round = 0; round < 30; ++round) {
+        Index index(static_cast<uint64_t>(round));
+        constexpr uint32_t kBlocks = 40'000;
+        insert(index, range(0, kBlocks), 1, 0, 0, kSpace + 1);
+        insert(index, range(0, kBlocks), 1, 0);
+        index.clear(kSpace + 1);
+        const std::vector<uint32_t> handles = acquire(index, range(0, kBlocks));
+        std::atomic<bool> copying{false};
+        std::thread copier([&] {
+            // From the last block on: those that the walk reaches last.
+            for (uint32_t first = kBlocks; first >= 100; first -= 100) {
+                const std::span<const uint32_t> some(handles.data() + first - 100, 100);
+                std::vector<uint8_t> added(100);
+                std::vector<uint32_t> reserved(100);
+                index.attach(some, 2, numbers(first, 100), 0, added);
+                index.attach_pending(some, 3, numbers(first, 100), 0, 1e9, reserved);
+                copying.store(true);
+                for (const uint32_t handle : reserved) {
+                    if (handle != kNoSlot) commit(index, {handle});
+                }
+                index.erase(some);  // the source goes before the walk reaches it
+            }
+        });
+        while (!copying.load()) std::this_thread::yield();
+        index.clear(kSpace);
+        // From here on the sources are doomed, so nothing new may appear either.
+        copier.join();
+        CHECK(index.match(kSpace, range(0, kBlocks).span(), 15) == 0);
+        const IndexStats stats = index.stats();
+        CHECK(stats.entries == 0 && stats.pins == 0);
+    }
+}
+
 TEST(export_walks_in_steps) {
     Index index(1);
     for (uint32_t k = 0; k < 150'000; k += 5'000) insert(index, range(k, 5'000), 1, k, 0, k % 10'000 == 0 ? 1 : 2);

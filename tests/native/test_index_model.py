@@ -280,6 +280,21 @@ class IndexMachine(RuleBasedStateMachine):
             self.use_now(residency)
             self.discover(residency)
 
+    @rule(data=st.data(), tier=tiers, wait=st.integers(1, 20))
+    def attach_pending(self, data: st.DataObject, tier: int, wait: int) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.pinned), max_size=5)) if self.pinned else []
+        slots = self.slots(len(chosen))
+        handles = u32([r.handle for r in chosen])
+        reserved = self.index.attach_pending(handles, tier, u32(slots), 7, self.now + wait)
+        for source, slot, handle in zip(chosen, slots, reserved.tolist(), strict=True):
+            key = (source.space, source.name, tier)
+            assert (handle != NO_SLOT) == (source.state == "ready" and key not in self.living)
+            if handle != NO_SLOT:
+                made = Residency(*key, slot, 7, "pending", handle, reused=source.reused)
+                made.pins, made.writing, made.deadline = 1, {0}, self.now + wait
+                self.living[key] = made
+                self.writes.append((made, 0))
+
     # Pins.
 
     @rule(space=spaces, names=names, order=orders)
@@ -319,7 +334,10 @@ class IndexMachine(RuleBasedStateMachine):
                 self.doom(residency)
             self.unpin(residency)
 
-    @rule(data=st.data(), call=st.sampled_from(["release", "erase", "abort", "commit", "attach"]))
+    @rule(
+        data=st.data(),
+        call=st.sampled_from(["release", "erase", "abort", "commit", "attach", "attach_pending"]),
+    )
     def refuse(self, data: st.DataObject, call: str) -> None:
         """A batch with one bad handle is refused whole; the invariants compare that nothing has changed."""
         good = (
@@ -337,6 +355,7 @@ class IndexMachine(RuleBasedStateMachine):
             "abort": lambda: self.index.abort(u32(handles)),
             "commit": lambda: self.index.commit(u32(handles), 0),
             "attach": lambda: self.index.attach(u32(handles), 1, slots, 0),
+            "attach_pending": lambda: self.index.attach_pending(u32(handles), 1, slots, 0, 1e9),
         }
         with pytest.raises(ValueError, match="handle"):
             calls[call]()
