@@ -25,13 +25,14 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
+_MAX_SOCKET_PATH = 107
 MAX_TIER_BYTES = (1 << 32) * SLOT_GRANULE_BYTES - SLOT_GRANULE_BYTES
 
 PositiveBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_TIER_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Admission = Literal["on-evict", "write-through", "second-touch"]
 """When a block is written to a lower tier: as it is evicted from the tier above, as soon as it is saved, or as it is
-evicted and only if it was used again since it was saved."""
+evicted and only if it was used again, or saved a second time after it was lost."""
 Codec = Literal["none", "zstd", "zstd-planes"]
 
 
@@ -122,6 +123,35 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     load_timeout_s: Seconds = 30.0
 
 
+class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The node agent: one store, and the socket at which engines attach to it."""
+
+    store: StoreConfig
+    """The tiers. dram.shared is taken as true: clients map the arena."""
+    socket: str
+    """The path of the Unix socket. Its mode is 0600; only this user (and allowed_uids) may connect."""
+    allowed_uids: tuple[int, ...] = ()
+    """Other users that may attach. They must be able to reach the socket, and can read and write the whole arena."""
+    max_clients: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
+    """Requests of one client that may be under way; more are refused."""
+    max_reserved_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """DRAM that one client may hold reserved for saves. None: a quarter of the arena."""
+    max_leased_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    """Blocks that one client may hold by leases. None: half of the arena."""
+    max_lease_s: Seconds = 300.0
+    """The longest time to live of a lease; a client extends it while it needs it."""
+    send_timeout_s: Seconds = 10.0
+    """A client that does not read its answers for this long is disconnected."""
+    keep_dram: bool = False
+    """A supervisor process holds the arena, so that a restarted agent finds the blocks in it."""
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+    """Port of /metrics and /healthz. None: neither. 0: any free one (it is logged)."""
+    metrics_host: str = "127.0.0.1"
+    drain_timeout_s: Seconds = 30.0
+    """How long SIGTERM waits for blocks to be written below before the agent ends."""
+
+
 def parse_bytes(value: int | str, where: str = "size") -> int:
     """Bytes from an integer or from text such as '64MiB'; ConfigError names `where`."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -180,6 +210,10 @@ def validate(config: StoreConfig, source: str = "config") -> None:
 
 def load_config(path: str | os.PathLike[str]) -> StoreConfig:
     """Reads a StoreConfig from a .toml or .json file."""
+    return config_from_mapping(_read_settings(path), str(path))
+
+
+def _read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     place = Path(path)
     try:
         data = place.read_bytes()
@@ -194,7 +228,26 @@ def load_config(path: str | os.PathLike[str]) -> StoreConfig:
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: a table of settings is needed at the top")
-    return config_from_mapping(fields, str(place))
+    return fields
+
+
+def agent_config_from_mapping(fields: Mapping[str, Any], source: str = "config") -> AgentConfig:
+    """Builds and checks an AgentConfig; ConfigError says which key of `source` is wrong."""
+    try:
+        config = msgspec.convert(_with_sizes(fields, ""), type=AgentConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    validate(config.store, f"{source}: store")
+    if not config.socket:
+        raise ConfigError(f"{source}: socket is empty: name a path for the Unix socket")
+    if len(os.fsencode(config.socket)) > _MAX_SOCKET_PATH:
+        raise ConfigError(f"{source}: socket is longer than {_MAX_SOCKET_PATH} bytes: choose a shorter path")
+    return config
+
+
+def load_agent_config(path: str | os.PathLike[str]) -> AgentConfig:
+    """Reads an AgentConfig from a .toml or .json file."""
+    return agent_config_from_mapping(_read_settings(path), str(path))
 
 
 def config_from_environment(environment: Mapping[str, str] = os.environ) -> StoreConfig:

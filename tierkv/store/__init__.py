@@ -1,6 +1,7 @@
 """The store: the only place that joins index, tiers and placement. See facade.py for what callers use."""
 
 from tierkv.store.facade import Lease, Match, Query, Store
+from tierkv.store.saving import Reservation
 from tierkv.store.statistics import StoreStats, TierStats
 
-__all__ = ["Lease", "Match", "Query", "Store", "StoreStats", "TierStats"]
+__all__ = ["Lease", "Match", "Query", "Reservation", "Store", "StoreStats", "TierStats"]

@@ -207,10 +207,11 @@ class Store:
         ]
         return Lease(core, number, checked, held)
 
-    def stage(self, lease: Lease, timeout_s: float | None = None) -> Job:
+    def stage(self, lease: Lease, timeout_s: float | None = None, *, make_room: bool = False) -> Job:
         """Brings the leased blocks to DRAM and holds them there too. The job has the blocks of all queries in a row.
 
-        OK: in DRAM. NO_SPACE: DRAM has no room now; the block stays held where it is.
+        OK: in DRAM. NO_SPACE: DRAM has no room now; the block stays held where it is. make_room waits for other blocks
+        to be written below where that makes room.
         """
         self._check_open()
         timeout_s = self._timeout(timeout_s, self._core.config.load_timeout_s)
@@ -220,7 +221,9 @@ class Store:
             part = Job(len(hashes))
             where = slice(start, start + len(hashes))
             part.add_done_callback(lambda done, where=where: whole.settle(where, done.status))  # type: ignore[misc]
-            self._loader.submit(space, hashes, None, 0, timeout_s, job=part, lease=lease.number)
+            self._loader.submit(
+                space, hashes, None, 0, timeout_s, job=part, lease=lease.number, make_room=make_room
+            )
             start += len(hashes)
         return whole
 

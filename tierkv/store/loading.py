@@ -59,6 +59,8 @@ class _Request:
     """None: only bring the blocks to DRAM, under `lease`."""
     part: int
     lease: int
+    make_room: bool
+    """Whether to wait for blocks to be written below, where that is what makes room in DRAM."""
     job: Job
     deadline_s: float
     tiers: UInt8Array
@@ -124,6 +126,7 @@ class Loader:
         timeout_s: float,
         job: Job | None = None,
         lease: int = 0,
+        make_room: bool = False,
     ) -> Job:
         """Pins the blocks and queues the load. Blocks that no tier holds are settled as MISS at once."""
         core, count = self._core, len(hashes)
@@ -141,9 +144,8 @@ class Loader:
         core.touch(space, hashes, reused=True, mask=placement.bit(TierKind.DRAM))
         tiers, slots, generations, handles = core.index.acquire(space.number, hashes, LOOKUP_ORDER)
         request = _Request(
-            space, hashes, into, part, lease, job, time.monotonic() + timeout_s, tiers, slots,
-            generations, handles,
-            np.zeros(count, np.uint8),
+            space, hashes, into, part, lease, make_room, job, time.monotonic() + timeout_s, tiers, slots,
+            generations, handles, np.zeros(count, np.uint8),
         )  # fmt: skip
         job.add_done_callback(lambda done: self._done(done, count))
         missing = np.flatnonzero(tiers == NO_TIER)
@@ -323,6 +325,11 @@ class Loader:
             granted = self._room.allocate(
                 TierKind.DRAM, space, len(new), deadline_s=request.deadline_s, may_write=False
             )
+            if request.make_room and len(granted) < len(new):
+                more = self._room.allocate(
+                    TierKind.DRAM, space, len(new) - len(granted), deadline_s=request.deadline_s
+                )
+                granted = np.concatenate([granted, more])
             if len(granted):
                 found = core.index.reserve(
                     space.number, np.ascontiguousarray(hashes[new]), TierKind.DRAM, granted, *arguments

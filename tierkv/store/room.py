@@ -376,8 +376,8 @@ class Room:
         while not core.closing.is_set():
             self._ahead_wanted.wait(1.0)
             self._ahead_wanted.clear()
-            if core.closing.is_set() or self.target(TierKind.DRAM) is None:
-                continue
+            if core.closing.is_set() or not self.keeps_evicted():
+                continue  # what is dropped without writing makes room at once, when it is needed
             try:
                 self._make_ahead()
             except Exception:  # the thread must survive; allocations still evict for themselves

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierkv import placement
 from tierkv._native import RESERVE_BUSY, RESERVE_JOINED, RESERVE_KNOWN, RESERVE_NEW, RESERVE_NO_SLOT
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
@@ -94,6 +95,8 @@ class Saver:
         self._core = core
         self._room = room
         self._writers = writers
+        asked = any(core.admission(kind) == "second-touch" for kind in core.lower)
+        self._history = placement.History() if asked else None
         self._condition = threading.Condition()
         self._queue: deque[_Request] = deque()
         self._queued_blocks = 0
@@ -213,6 +216,9 @@ class Saver:
         finally:
             for handles in own:
                 index.release(handles)
+        if self._history is not None:
+            again = self._history.seen(space.number, np.ascontiguousarray(hashes[~known]))
+            core.touch(space, np.ascontiguousarray(hashes[~known][again]), reused=True)
         # The chunks went in one behind the other; in order of use the chain's head comes last.
         core.touch(space, hashes, reused=False)
         self._writers.saved(space, np.ascontiguousarray(hashes[~known]))

@@ -49,20 +49,25 @@ class Writers:
 
     def flush(self, deadline_s: float) -> bool:
         """Writes what DRAM holds and the next healthy tier lacks; False if some could not be written in time."""
-        core, after = self._core, NO_SLOT
-        complete = True
+        core = self._core
         while core.lower:
             target = self._room.target(TierKind.DRAM)
-            if target is None or time.monotonic() >= deadline_s:
+            # What others are writing down is not lacking when they are done.
+            if target is None or not self._room.wait_for_current(deadline_s):
                 return False
-            found = Victims(*core.index.lacking(TierKind.DRAM, target, _CHUNK_BLOCKS, after))
-            if not len(found):
-                return complete
-            after = int(found.handles[-1])
-            for space, where in core.by_space(found.spaces):
-                complete &= copy_chunks(core, self._room, target, space, found.at(where), deadline_s) == len(
-                    where
-                )
+            found, stored, after = 0, 0, NO_SLOT
+            while time.monotonic() < deadline_s:
+                lacking = Victims(*core.index.lacking(TierKind.DRAM, target, _CHUNK_BLOCKS, after))
+                if not len(lacking):
+                    break
+                after = int(lacking.handles[-1])
+                found += len(lacking)
+                for space, where in core.by_space(lacking.spaces):
+                    stored += copy_chunks(core, self._room, target, space, lacking.at(where), deadline_s)
+            if not found:
+                return True
+            if not stored:
+                return False
         return True
 
     def close(self, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,10 +62,10 @@ class Batch:
     def count(self) -> int:
         return len(self.hashes)
 
-    def select(self, positions: object) -> Batch:
+    def select(self, positions: Any) -> Batch:
         """The blocks at `positions` (a slice, a mask or indices)."""
         p = positions
-        return Batch(self.space, self.hashes[p], self.slots[p], self.addresses[p], self.lengths[p])  # type: ignore[index]
+        return Batch(self.space, self.hashes[p], self.slots[p], self.addresses[p], self.lengths[p])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,381 @@
+"""Session: one attached client, what it holds, and the requests it makes.
+
+A session owns its client's leases and reservations, and ends them when the connection ends, however that happened:
+the kernel closes a killed process's socket only after its last thread is gone, so nobody writes into a slot any more
+when its reservation is given up. A client that lives but is late keeps its slots reserved, within its own limit, until
+it answers: the block is given up at its deadline, the memory is not given to another block before the writer is done.
+
+Thread safety: the session's thread receives and serves; answers may be sent from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tierkv.agent.channel import Channel, Disconnected
+from tierkv.agent.protocol import (
+    ANSWERS,
+    REFUSAL,
+    REQUESTS,
+    Kind,
+    ProtocolError,
+    decode_body,
+    encode,
+    unpack_queries,
+)
+from tierkv.config import AgentConfig
+from tierkv.errors import ArgumentError, KeyspaceError, TierKVError
+from tierkv.jobs import Job
+from tierkv.keys import Keyspace, KeyspaceSpec
+from tierkv.memory import slot_bytes_for
+from tierkv.store import Lease, Reservation, Store
+from tierkv.types import NO_SLOT, SLOT_GRANULE_BYTES, BlockStatus
+
+log = logging.getLogger("tierkv.agent")
+
+HELLO_TIMEOUT_S = 10.0
+MESSAGE_TIMEOUT_S = 30.0
+MAX_LEASES = 4096
+MAX_RESERVATIONS = 4096
+MAX_KEYSPACES = 1024
+
+
+class LimitError(TierKVError):
+    """A client asked for more than one client may hold."""
+
+
+class Session:
+    """Serves one client until it goes."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: AgentConfig,
+        channel: Channel,
+        peer: str,
+        slow: Executor,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._channel = channel
+        self.peer = peer
+        self.name = peer
+        self._slow = slow
+        self._lock = threading.Lock()
+        self._ended = False
+        self._under_way = 0
+        self._spaces: dict[int, Keyspace] = {}
+        self._leases: dict[int, tuple[Lease, int]] = {}
+        self._leased_bytes = 0
+        self._reservations: dict[int, tuple[Reservation, int]] = {}
+        self._reserved_bytes = 0
+        self._last_reservation = 0
+        arena_bytes = store.arena.size_bytes
+        self._max_reserved_bytes = config.max_reserved_bytes or arena_bytes // 4
+        self._max_leased_bytes = config.max_leased_bytes or arena_bytes // 2
+        self._handlers: dict[Kind, Callable[[int, list[Any]], None]] = {
+            Kind.OPEN: self._open,
+            Kind.MATCH: self._match,
+            Kind.LOOKUP: self._lookup,
+            Kind.LEASE: self._lease,
+            Kind.EXTEND: self._extend,
+            Kind.RELEASE: self._release,
+            Kind.STAGE: self._stage,
+            Kind.RESERVE: self._reserve,
+            Kind.COMMIT: self._commit,
+            Kind.ACQUIRE: self._acquire,
+            Kind.TOUCH: self._touch,
+            Kind.REMOVE: self._remove,
+            Kind.CLEAR: self._clear,
+            Kind.FLUSH: self._flush,
+            Kind.STATS: self._stats,
+        }
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._reserved_bytes
+
+    @property
+    def leased_bytes(self) -> int:
+        return self._leased_bytes
+
+    # The conversation
+
+    def run(self) -> None:
+        """Serves until the client goes; then gives back all it held. Never raises."""
+        try:
+            self._greet()
+            while True:
+                header, body, fds = self._channel.receive(wait_s=None, message_s=MESSAGE_TIMEOUT_S)
+                if fds:
+                    raise ProtocolError("a client sent file descriptors")
+                self._serve(header.kind, header.request, body)
+        except Disconnected as reason:
+            log.info("%s: %s", self.name, reason)
+        except ProtocolError as error:
+            log.warning("%s: disconnected: %s", self.name, error)
+        except Exception:  # one client's session must not take the agent with it
+            log.exception("%s: disconnected after an error", self.name)
+        finally:
+            self._give_all_back()
+            self._channel.close()
+
+    def interrupt(self) -> None:
+        """Makes run() end."""
+        self._channel.interrupt()
+
+    def _greet(self) -> None:
+        header, body, _ = self._channel.receive(wait_s=HELLO_TIMEOUT_S, message_s=HELLO_TIMEOUT_S)
+        if header.kind != Kind.HELLO:
+            raise ProtocolError(f"the first message was {header.kind.name}, not HELLO")
+        (client,) = decode_body(REQUESTS[Kind.HELLO], body)
+        self.name = f"{client[:64]} ({self.peer})"
+        arena = self._store.arena
+        assert arena.fd is not None  # the agent's store is shared
+        values = ("tierkv", arena.size_bytes, self._max_reserved_bytes)
+        message = encode(Kind.ANSWER, header.request, ANSWERS[Kind.HELLO], values)
+        self._channel.send(message, fds=[arena.fd], patient=True)
+        log.info("%s: attached", self.name)
+
+    def _serve(self, kind: Kind, request: int, body: memoryview) -> None:
+        handler = self._handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"{kind.name} is not a request of an attached client")
+        values = decode_body(REQUESTS[kind], body)
+        with self._lock:
+            if self._under_way >= self._config.max_requests:
+                self._refuse(
+                    request, LimitError(f"{self._under_way} requests are under way: wait for answers")
+                )
+                return
+            self._under_way += 1
+        try:
+            handler(request, values)
+        except TierKVError as error:
+            self._done(request, error)
+
+    def _answer(self, kind: Kind, request: int, *values: Any) -> None:
+        """Answers a request; from any thread, never waiting for the client."""
+        with self._lock:
+            self._under_way -= 1
+        try:
+            self._channel.send(encode(Kind.ANSWER, request, ANSWERS[kind], values))
+        except Disconnected:
+            pass  # run() notices too, and gives back what the client held
+
+    def _done(self, request: int, error: TierKVError) -> None:
+        with self._lock:
+            self._under_way -= 1
+        self._refuse(request, error)
+
+    def _refuse(self, request: int, error: TierKVError) -> None:
+        try:
+            self._channel.send(encode(Kind.REFUSAL, request, REFUSAL, (type(error).__name__, str(error))))
+        except Disconnected:
+            pass  # as above
+
+    def _later(self, request: int, work: Callable[[], None]) -> None:
+        """Runs what may take long on another thread."""
+
+        def run() -> None:
+            try:
+                work()
+            except TierKVError as error:
+                self._done(request, error)
+            except Exception as error:  # the client waits for an answer
+                log.exception("%s: a request failed", self.name)
+                self._done(request, TierKVError(f"the agent failed: {error!r}"))
+
+        self._slow.submit(run)
+
+    def _space(self, number: int) -> Keyspace:
+        space = self._spaces.get(number)
+        if space is None:
+            raise KeyspaceError(f"keyspace {number} was not opened on this connection: send OPEN first")
+        return space
+
+    # Looking up
+
+    def _open(self, request: int, values: list[Any]) -> None:
+        if len(self._spaces) >= MAX_KEYSPACES:
+            raise LimitError(f"a client may open {MAX_KEYSPACES} keyspaces")
+        space = self._store.open(KeyspaceSpec.from_json(values[0]))
+        self._spaces[space.number] = space
+        self._answer(Kind.OPEN, request, space.number)
+
+    def _match(self, request: int, values: list[Any]) -> None:
+        space, hashes = self._space(values[0]), values[1]
+        self._answer(Kind.MATCH, request, self._store.match(space, hashes).tiers)
+
+    def _lookup(self, request: int, values: list[Any]) -> None:
+        queries = [(self._space(number), hashes) for number, hashes in unpack_queries(*values)]
+        masks = self._store.lookup(queries)
+        self._answer(Kind.LOOKUP, request, np.concatenate([np.empty(0, np.uint8), *masks]))
+
+    def _touch(self, request: int, values: list[Any]) -> None:
+        self._store.touch(self._space(values[0]), values[1])
+        self._answer(Kind.TOUCH, request)
+
+    # Leases
+
+    def _keep(self, lease: Lease) -> int:
+        """Takes a lease into the client's account, or ends it and raises LimitError."""
+        size = sum(
+            int(np.count_nonzero(held)) * slot_bytes_for(space.block_bytes)
+            for (space, _), held in zip(lease.queries, lease.held, strict=True)
+        )
+        with self._lock:
+            full = self._leased_bytes + size > self._max_leased_bytes or len(self._leases) >= MAX_LEASES
+            gone = self._ended
+            if not full and not gone:
+                self._leases[lease.number] = (lease, size)
+                self._leased_bytes += size
+        if full or gone:
+            lease.release()
+            raise LimitError(
+                f"leases of {self._leased_bytes + size} bytes: one client may hold {self._max_leased_bytes} bytes in "
+                f"{MAX_LEASES} leases; release some, or raise max_leased_bytes"
+            )
+        return lease.number
+
+    def _drop(self, number: int) -> Lease | None:
+        with self._lock:
+            lease, size = self._leases.pop(number, (None, 0))
+            self._leased_bytes -= size
+        return lease
+
+    def _lease(self, request: int, values: list[Any]) -> None:
+        ttl_s = min(values[0], self._config.max_lease_s)
+        queries = [(self._space(number), hashes) for number, hashes in unpack_queries(*values[1:])]
+        lease = self._store.lease(queries, ttl_s)
+        number = self._keep(lease)
+        held = np.concatenate([np.empty(0, np.uint8), *(flags.view(np.uint8) for flags in lease.held)])
+        self._answer(Kind.LEASE, request, number, held)
+
+    def _extend(self, request: int, values: list[Any]) -> None:
+        lease, _ = self._leases.get(values[0], (None, 0))
+        alive = lease is not None and lease.extend(min(values[1], self._config.max_lease_s))
+        if not alive:
+            self._drop(values[0])
+        self._answer(Kind.EXTEND, request, int(alive))
+
+    def _release(self, request: int, values: list[Any]) -> None:
+        lease = self._drop(values[0])
+        self._answer(Kind.RELEASE, request, int(lease is not None and lease.release()))
+
+    def _stage(self, request: int, values: list[Any]) -> None:
+        lease, _ = self._leases.get(values[0], (None, 0))
+        if lease is None:
+            raise ArgumentError(f"lease {values[0]} is not one of this client, or has ended")
+        job = self._store.stage(lease, values[1] or None, make_room=True)
+        job.add_done_callback(lambda done: self._answer(Kind.STAGE, request, done.status))
+
+    # Saving: reserve, write into the slots, commit
+
+    def _reserve(self, request: int, values: list[Any]) -> None:
+        number, part, timeout_s, hashes = values
+        space = self._space(number)
+        slot_bytes = slot_bytes_for(space.block_bytes)
+        with self._lock:
+            if len(self._reservations) >= MAX_RESERVATIONS:
+                raise LimitError(f"a client may hold {MAX_RESERVATIONS} reservations: commit some")
+            fits = min(len(hashes), max(0, self._max_reserved_bytes - self._reserved_bytes) // slot_bytes)
+            size = fits * slot_bytes
+            self._reserved_bytes += size
+            self._last_reservation += 1
+            own = self._last_reservation
+        status = np.full(len(hashes), BlockStatus.DROPPED, np.uint8)
+        offsets = np.full(len(hashes), -1, np.int64)
+        try:
+            reservation = self._store.reserve(space, hashes[:fits], part, timeout_s or None)
+        except BaseException:
+            with self._lock:
+                self._reserved_bytes -= size
+            raise
+        with self._lock:
+            self._reservations[own] = (reservation, size)
+            ended = self._ended
+        if ended:
+            self._end_reservation(own, written=False)
+
+        def granted(job: Job) -> None:
+            slots = reservation.slots
+            status[:fits] = job.status
+            offsets[:fits][slots != NO_SLOT] = slots[slots != NO_SLOT].astype(np.int64) * SLOT_GRANULE_BYTES
+            self._answer(Kind.RESERVE, request, own, status, offsets)
+
+        reservation.job.add_done_callback(granted)
+
+    def _commit(self, request: int, values: list[Any]) -> None:
+        status = self._end_reservation(values[0], written=bool(values[1]))
+        if status is None:
+            raise ArgumentError(f"reservation {values[0]} is not one of this client, or has ended")
+        self._answer(Kind.COMMIT, request, status)
+
+    def _end_reservation(self, number: int, *, written: bool) -> np.ndarray | None:
+        with self._lock:
+            reservation, size = self._reservations.pop(number, (None, 0))
+        if reservation is None:
+            return None
+        if written and not reservation.job.done():
+            reservation.abort()
+            written = False
+        status = reservation.commit() if written else reservation.job.status
+        reservation.abort()
+        with self._lock:
+            self._reserved_bytes -= size
+        return status
+
+    # Loading: the blocks are leased and brought to DRAM, the client copies them and releases the lease
+
+    def _acquire(self, request: int, values: list[Any]) -> None:
+        number, _, timeout_s, hashes = values
+        space = self._space(number)
+        lease = self._store.lease([(space, hashes)], self._config.max_lease_s)
+        own = self._keep(lease)
+        job = self._store.stage(lease, timeout_s or None, make_room=True)
+
+        def staged(done: Job) -> None:
+            slots = self._store.dram_slots(space, hashes)
+            there = (done.status == BlockStatus.OK) & (slots != NO_SLOT)
+            status = np.where(there, done.status, np.where(done.status == 0, BlockStatus.MISS, done.status))
+            offsets = np.where(there, slots.astype(np.int64) * SLOT_GRANULE_BYTES, -1)
+            self._answer(Kind.ACQUIRE, request, own, status.astype(np.uint8), offsets)
+
+        job.add_done_callback(staged)
+
+    # The rest
+
+    def _remove(self, request: int, values: list[Any]) -> None:
+        space, hashes = self._space(values[0]), values[1]
+        self._later(request, lambda: self._answer(Kind.REMOVE, request, self._store.remove(space, hashes)))
+
+    def _clear(self, request: int, values: list[Any]) -> None:
+        space, timeout_s = self._space(values[0]), values[1] or 30.0
+        self._later(request, lambda: self._answer(Kind.CLEAR, request, self._store.clear(space, timeout_s)))
+
+    def _flush(self, request: int, values: list[Any]) -> None:
+        timeout_s = values[0] or 60.0
+        self._later(request, lambda: self._answer(Kind.FLUSH, request, int(self._store.flush(timeout_s))))
+
+    def _stats(self, request: int, values: list[Any]) -> None:
+        self._answer(Kind.STATS, request, msgspec.json.encode(self._store.stats()).decode())
+
+    def _give_all_back(self) -> None:
+        with self._lock:
+            self._ended = True
+            leases = [lease for lease, _ in self._leases.values()]
+            reservations = list(self._reservations)
+            self._leases.clear()
+            self._leased_bytes = 0
+        for lease in leases:
+            lease.release()
+        for number in reservations:
+            self._end_reservation(number, written=False)
