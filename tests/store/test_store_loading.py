@@ -128,7 +128,7 @@ def test_a_read_that_never_answers_ends_with_the_store(tmp_path: Path) -> None:
         rig.nvme.plan.fail_next("read", FaultKind.LOST)
         under_way = Load(rig.store, space, hashes)
         assert rig.nvme.gate.wait_held()
-        rig.store.close()
+        rig.store.close(0)
         assert set(under_way.statuses()) <= {BlockStatus.CANCELLED, TIMEOUT}
 
 
