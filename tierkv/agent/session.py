@@ -287,12 +287,15 @@ class Session:
             if len(self._reservations) >= MAX_RESERVATIONS:
                 raise LimitError(f"a client may hold {MAX_RESERVATIONS} reservations: commit some")
             fits = min(len(hashes), max(0, self._max_reserved_bytes - self._reserved_bytes) // slot_bytes)
+            if not fits and len(hashes):
+                raise LimitError(
+                    f"{self._reserved_bytes} bytes are reserved, one client may hold {self._max_reserved_bytes}: "
+                    f"commit some, or raise max_reserved_bytes"
+                )
             size = fits * slot_bytes
             self._reserved_bytes += size
             self._last_reservation += 1
             own = self._last_reservation
-        status = np.full(len(hashes), BlockStatus.DROPPED, np.uint8)
-        offsets = np.full(len(hashes), -1, np.int64)
         try:
             reservation = self._store.reserve(space, hashes[:fits], part, timeout_s or None)
         except BaseException:
@@ -307,9 +310,8 @@ class Session:
 
         def granted(job: Job) -> None:
             slots = reservation.slots
-            status[:fits] = job.status
-            offsets[:fits][slots != NO_SLOT] = slots[slots != NO_SLOT].astype(np.int64) * SLOT_GRANULE_BYTES
-            self._answer(Kind.RESERVE, request, own, status, offsets)
+            offsets = np.where(slots == NO_SLOT, -1, slots.astype(np.int64) * SLOT_GRANULE_BYTES)
+            self._answer(Kind.RESERVE, request, own, job.status, offsets)
 
         reservation.job.add_done_callback(granted)
 

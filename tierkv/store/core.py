@@ -57,6 +57,8 @@ class Core:
         self._by_digest: dict[bytes, Keyspace] = {}
         self._by_number: dict[int, Keyspace] = {}
         self._epochs: dict[int, int] = {}
+        self._removals: dict[int, int] = {}
+        self._learning = threading.Lock()
         self._classes: dict[int, int] = {}
         self._drain_locks = {kind: threading.Lock() for kind in TierKind}
 
@@ -97,6 +99,28 @@ class Core:
     def new_epoch(self, space: Keyspace) -> None:
         with self._spaces_lock:
             self._epochs[space.number] += 1
+
+    def remove(self, space: Keyspace, hashes: HashArray | None) -> int:
+        """Removes blocks (None: all) from the index, so that what was learnt before is not added any more."""
+        with self._learning:
+            self._removals[space.number] = self.removals(space) + 1
+            if hashes is None:
+                return self.index.clear(space.number)
+            return self.index.remove(space.number, hashes, ALL_TIERS)
+
+    def removals(self, space: Keyspace) -> int:
+        """Grows with each removal: see learn()."""
+        return self._removals.get(space.number, 0)
+
+    def learn(self, kind: TierKind, space: Keyspace, hashes: HashArray, removals: int) -> bool:
+        """Makes known what a shared tier was found to hold, most recent first; False, and nothing is added, when
+        blocks of the keyspace were removed since `removals` was read, as these may be among them."""
+        with self._learning:
+            if self.removals(space) != removals:
+                return False
+            slots = np.zeros(len(hashes), np.uint32)
+            self.index.insert(space.number, hashes, kind, slots, self.size_class(space))
+            return True
 
     def _class_of(self, slot_bytes: int) -> int:
         found = self._classes.get(slot_bytes)

@@ -18,11 +18,12 @@ import numpy as np
 from tierkv import placement
 from tierkv.clock import Clock, SystemClock
 from tierkv.config import StoreConfig, validate
-from tierkv.errors import ArgumentError, ClosedError, ConfigError
+from tierkv.errors import ClosedError, ConfigError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec, as_hash_array
 from tierkv.memory import Arena, slot_bytes_for
+from tierkv.store.checks import check_fragments, check_part, check_ttl, timeout_or
 from tierkv.store.core import LOOKUP_ORDER, Core, log
 from tierkv.store.loading import Loader
 from tierkv.store.room import Room
@@ -31,7 +32,7 @@ from tierkv.store.sharing import Sharing
 from tierkv.store.statistics import StoreStats
 from tierkv.store.writing import Writers
 from tierkv.tiers.base import Tier
-from tierkv.types import ALL_TIERS, NO_TIER, BoolArray, HashArray, SlotArray, TierKind, UInt8Array
+from tierkv.types import NO_TIER, BoolArray, HashArray, SlotArray, TierKind, UInt8Array
 
 Query = tuple[Keyspace, HashArray]
 _TICK_S = 0.2
@@ -195,8 +196,7 @@ class Store:
 
     def lease(self, queries: Sequence[Query], ttl_s: float) -> Lease:
         """Holds the blocks that are there, each in its fastest tier, for `ttl_s` seconds at most."""
-        if not ttl_s > 0:
-            raise ArgumentError(f"ttl_s is {ttl_s!r}: a lease needs a positive number of seconds")
+        check_ttl(ttl_s)
         checked = [(space, self._checked(space, hashes)) for space, hashes in queries]
         core = self._core
         core.expire()
@@ -214,7 +214,7 @@ class Store:
         to be written below where that makes room.
         """
         self._check_open()
-        timeout_s = self._timeout(timeout_s, self._core.config.load_timeout_s)
+        timeout_s = timeout_or(timeout_s, self._core.config.load_timeout_s)
         whole = Job(sum(len(hashes) for _, hashes in lease.queries))
         start = 0
         for space, hashes in lease.queries:
@@ -243,9 +243,9 @@ class Store:
         are not touched after the job is done. Until then the memory must stay valid.
         """
         hashes = self._checked(space, hashes)
-        self._check_fragments(space, hashes, into, part)
+        check_fragments(space, hashes, into, part)
         return self._loader.submit(
-            space, hashes, into, part, self._timeout(timeout_s, self._core.config.load_timeout_s)
+            space, hashes, into, part, timeout_or(timeout_s, self._core.config.load_timeout_s)
         )
 
     def save(
@@ -262,10 +262,10 @@ class Store:
         block can be matched when its last part is in; it is dropped if that takes longer than save_timeout_s.
         """
         hashes = self._checked(space, hashes)
-        self._check_fragments(space, hashes, from_, part)
+        check_fragments(space, hashes, from_, part)
         self._core.expire()
         return self._saver.submit(
-            space, hashes, from_, part, self._timeout(timeout_s, self._core.config.save_timeout_s)
+            space, hashes, from_, part, timeout_or(timeout_s, self._core.config.save_timeout_s)
         )
 
     # For processes that move their own bytes (the agent's clients)
@@ -280,10 +280,10 @@ class Store:
     ) -> Reservation:
         """A save whose bytes the caller writes into the DRAM slots that it is granted; see Reservation."""
         hashes = self._checked(space, hashes)
-        self._check_part(space, part)
+        check_part(space, part)
         self._core.expire()
         return self._saver.reserve(
-            space, hashes, part, self._timeout(timeout_s, self._core.config.save_timeout_s)
+            space, hashes, part, timeout_or(timeout_s, self._core.config.save_timeout_s)
         )
 
     def dram_slots(self, space: Keyspace, hashes: HashArray) -> SlotArray:
@@ -296,7 +296,7 @@ class Store:
         """Removes blocks from every tier, durably; returns how many copies that were."""
         hashes = self._checked(space, hashes)
         core = self._core
-        removed = core.index.remove(space.number, hashes, ALL_TIERS)
+        removed = core.remove(space, hashes)
         for tier in core.lower.values():
             tier.forget(space, hashes)
         for kind in core.tiers:
@@ -312,7 +312,7 @@ class Store:
         core = self._core
         core.check_space(space)
         core.new_epoch(space)
-        removed = core.index.clear(space.number)
+        removed = core.remove(space, None)
         # What is on its way down now finds its source gone and is undone; then nothing can come back by itself.
         self._room.wait_for_current(time.monotonic() + timeout_s)
         for tier in core.lower.values():
@@ -414,32 +414,6 @@ class Store:
         self._check_open()
         self._core.check_space(space)
         return as_hash_array(hashes)
-
-    def _check_fragments(self, space: Keyspace, hashes: HashArray, fragments: Fragments, part: int) -> None:
-        if not isinstance(fragments, Fragments):
-            raise ArgumentError(f"memory is described by tierkv.Fragments, got {type(fragments).__name__}")
-        parts = space.part_bytes
-        self._check_part(space, part)
-        if fragments.count != len(hashes):
-            raise ArgumentError(
-                f"{len(hashes)} hashes but {fragments.count} blocks of memory: they must be as many"
-            )
-        if fragments.bytes_per_block != parts[part]:
-            raise ArgumentError(
-                f"the memory has {fragments.bytes_per_block} bytes a block, but part {part} of {space} has "
-                f"{parts[part]}"
-            )
-
-    def _check_part(self, space: Keyspace, part: int) -> None:
-        if not 0 <= part < len(space.part_bytes):
-            raise ArgumentError(f"part is {part}: {space} has parts 0 to {len(space.part_bytes) - 1}")
-
-    def _timeout(self, timeout_s: float | None, default_s: float) -> float:
-        if timeout_s is None:
-            return default_s
-        if not timeout_s > 0:
-            raise ArgumentError(f"timeout_s is {timeout_s!r}: a positive number of seconds is needed")
-        return timeout_s
 
     def _tick(self) -> None:
         """Ends what has expired, and cleans up after transfers that outlived their deadline."""

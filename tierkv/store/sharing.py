@@ -28,6 +28,7 @@ _LONGEST_PROBE = 512
 _QUEUED_PROBES = 64
 _REMEMBERED = 4096
 _MISSING_FOR_S = 1.0
+_AGAIN_S = 1.0
 _EXPORT = 65536
 
 
@@ -81,7 +82,8 @@ class Sharing:
                     self._ask(request)
                 elif time.monotonic() >= rescan_at_s:
                     rescan_at_s = time.monotonic() + self._rescan_s
-                    self._rescan()
+                    if not self._rescan():
+                        rescan_at_s = min(rescan_at_s, time.monotonic() + _AGAIN_S)
             except Exception:  # the thread must survive; what it did not learn are misses
                 log.exception("asking %s failed", self._tier.info.name)
             finally:
@@ -95,10 +97,12 @@ class Sharing:
         space, hashes, start, step = request.space, request.hashes, 0, _FIRST_PROBE
         while start < len(hashes) and not self._core.closing.is_set():
             piece = np.ascontiguousarray(hashes[start : start + step])
-            epoch = self._core.epoch(space)
+            removals = self._core.removals(space)
             found = self._tier.probe(space, piece)
-            if found.any() and epoch == self._core.epoch(space):
-                self._insert(space, np.ascontiguousarray(piece[found]))
+            if found.any() and not self._core.learn(
+                self._kind, space, np.ascontiguousarray(piece[found]), removals
+            ):
+                return  # some were removed meanwhile: the next look-up asks again
             if not found.all():
                 self._remember_missing(space, piece[int(np.argmin(found))].tobytes())
                 return
@@ -111,18 +115,16 @@ class Sharing:
             while len(self._missing) > _REMEMBERED:
                 self._missing.popitem(last=False)
 
-    def _insert(self, space: Keyspace, hashes: HashArray) -> None:
-        slots = np.zeros(len(hashes), np.uint32)
-        self._core.index.insert(space.number, hashes, self._kind, slots, self._core.size_class(space))
-
-    def _rescan(self) -> None:
-        """Lists the tier: what is new is added, what is gone is removed."""
+    def _rescan(self) -> bool:
+        """Lists the tier: what is new is added, what is gone is removed. False if it must be listed again soon."""
         core = self._core
         known = {space.number: self._held(space) for space in core.spaces()}
+        removals = {space.number: core.removals(space) for space in core.spaces()}
         listed: dict[int, list[HashArray]] = {}
+        complete = True
         for residents in self._tier.recover():
             if core.closing.is_set():
-                return
+                return True
             try:
                 space = core.register(residents.space)
             except TierKVError as error:
@@ -130,13 +132,15 @@ class Sharing:
                 continue
             listed.setdefault(space.number, []).append(residents.hashes)
             # The listing has the oldest first, the index takes the most recent first.
-            self._insert(space, np.ascontiguousarray(residents.hashes[::-1]))
+            newest_first = np.ascontiguousarray(residents.hashes[::-1])
+            complete &= core.learn(self._kind, space, newest_first, removals.get(space.number, 0))
         for number, hashes in known.items():
             if len(hashes):
                 seen = np.concatenate([np.empty((0, 32), np.uint8), *listed.get(number, [])])
                 gone = ~np.isin(_as_keys(hashes), _as_keys(seen))
                 if gone.any():
                     core.index.remove(number, np.ascontiguousarray(hashes[gone]), placement.bit(self._kind))
+        return complete
 
     def _held(self, space: Keyspace) -> HashArray:
         """All blocks that the index has in the tier now."""

@@ -1,0 +1,317 @@
+"""Mover: a client's loads or saves, copied between the engine's memory and the agent's arena in the background.
+
+A request goes through in chunks, a few ahead: while one is copied, the agent brings the next ones. A load counts when
+the agent confirms that the lease was held after the copy; a save when its commit is answered.
+
+Thread safety: any thread may submit. Each mover has its own threads and one bounded queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierkv.agent.connection import AgentUnavailable, Connection, LimitReached
+from tierkv.agent.protocol import Kind
+from tierkv.errors import TierKVError
+from tierkv.fragments import Fragments
+from tierkv.jobs import Job
+from tierkv.keys import Keyspace
+from tierkv.memory import slot_bytes_for
+from tierkv.types import BlockStatus, HashArray
+
+if TYPE_CHECKING:
+    from tierkv.agent.client import AgentStore
+
+log = logging.getLogger("tierkv.client")
+
+MAX_QUEUED_BLOCKS = 65536
+_CHUNK_BLOCKS = 128
+_CHUNK_BYTES = 64 << 20
+_ARENA_SHARE = 32
+"""A chunk takes at most this share of the arena, so that chunks in flight stay within a client's limits."""
+_AHEAD = 2
+_GRACE_S = 1.0
+"""How much longer than a job's own deadline its answer is waited for."""
+_LIMIT_PAUSE_S = 0.005
+
+Where = slice
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    space: Keyspace
+    hashes: HashArray
+    fragments: Fragments
+    part: int
+    job: Job
+    deadline_s: float
+
+
+class Mover:
+    """`way` is 'load' or 'save'."""
+
+    def __init__(self, client: AgentStore, way: str, threads: int) -> None:
+        self._client = client
+        self._move = self._load if way == "load" else self._save
+        self._lost = BlockStatus.TIMEOUT if way == "load" else BlockStatus.DROPPED
+        self._condition = threading.Condition()
+        self._queue: deque[_Request] = deque()
+        self._queued_blocks = 0
+        self._running = 0
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tierkv-client-{way}", daemon=True)
+            for _ in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, space: Keyspace, hashes: HashArray, fragments: Fragments, part: int, timeout_s: float
+    ) -> Job:
+        """Queues a request; what the queue has no place for ends at once."""
+        job = Job(len(hashes))
+        if job.done():
+            return job
+        with self._condition:
+            full = self._closing or self._queued_blocks + len(hashes) > MAX_QUEUED_BLOCKS
+            if not full:
+                self._queue.append(
+                    _Request(space, hashes, fragments, part, job, time.monotonic() + timeout_s)
+                )
+                self._queued_blocks += len(hashes)
+                self._condition.notify_all()
+        if full:
+            job.settle_rest(self._lost)
+        return job
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        """Waits until nothing is queued or moving; False at the deadline (time.monotonic())."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: not self._queue and not self._running, max(0.0, deadline_s - time.monotonic())
+            )
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue:
+                    if self._closing:
+                        return
+                    self._condition.wait(5.0)
+                request = self._queue.popleft()
+                self._running += 1
+            try:
+                if not self._closing:
+                    self._move(request)
+            except AgentUnavailable as error:
+                log.info("%s", error)
+            except TierKVError as error:
+                log.warning("the agent refused: %s", error)
+            except Exception:  # the thread must survive; what is open is settled below
+                log.exception("moving blocks failed")
+            finally:
+                request.job.settle_rest(BlockStatus.CANCELLED if self._closing else self._lost)
+                with self._condition:
+                    self._queued_blocks -= len(request.hashes)
+                    self._running -= 1
+                    self._condition.notify_all()
+
+    def _chunk_blocks(self, connection: Connection, space: Keyspace) -> int:
+        slot_bytes = slot_bytes_for(space.block_bytes)
+        share = min(_CHUNK_BYTES, connection.arena.size_bytes // _ARENA_SHARE)
+        return max(1, min(_CHUNK_BLOCKS, share // slot_bytes))
+
+    def _pause(self, request: _Request) -> None:
+        """After a refusal for a limit: what this client holds elsewhere may end soon."""
+        if time.monotonic() >= request.deadline_s:
+            raise AgentUnavailable("the agent's limit for this client was reached until the deadline")
+        with self._condition:
+            self._condition.wait(_LIMIT_PAUSE_S)
+
+    # Loading
+
+    def _load(self, request: _Request) -> None:
+        connection = self._client.connection()
+        number = self._client.number(connection, request.space)
+        step = self._chunk_blocks(connection, request.space)
+        starts = deque(range(0, len(request.hashes), step))
+        acquired: deque[tuple[Where, Future[list[Any]]]] = deque()
+        released: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
+        try:
+            while starts or acquired:
+                while starts and len(acquired) <= _AHEAD:
+                    where = slice(starts[0], starts.popleft() + step)
+                    acquired.append((where, self._acquire(connection, number, request, where)))
+                where, future = acquired.popleft()
+                try:
+                    answer = _answer(future, request.deadline_s)
+                except LimitReached:
+                    while released:
+                        self._settle_released(request, *released.popleft())
+                    self._pause(request)
+                    acquired.appendleft((where, self._acquire(connection, number, request, where)))
+                    continue
+                released.append(self._copy_out(connection, request, where, answer))
+                while len(released) > _AHEAD:
+                    self._settle_released(request, *released.popleft())
+        finally:
+            for _, future in acquired:
+                if not future.cancel():  # answered: release what it holds
+                    future.add_done_callback(lambda done: _undo(connection, done, _release))
+            while released:
+                self._settle_released(request, *released.popleft())
+
+    def _acquire(
+        self, connection: Connection, number: int, request: _Request, where: Where
+    ) -> Future[list[Any]]:
+        left_s = max(0.001, request.deadline_s - time.monotonic())
+        values = (number, request.part, left_s, request.hashes[where])
+        return connection.submit(Kind.ACQUIRE, values, undo=_release)
+
+    def _copy_out(
+        self, connection: Connection, request: _Request, where: Where, answer: list[Any]
+    ) -> tuple[np.ndarray, Future[list[Any]]]:
+        """Copies what is in the arena and releases it: (positions copied, future of the release)."""
+        lease, status, offsets = answer
+        positions = np.arange(where.start, where.start + len(status))
+        there = (status == BlockStatus.OK) & (offsets >= 0)
+        copied = positions[there]
+        try:
+            if time.monotonic() >= request.deadline_s:
+                copied = copied[:0]
+            elif len(copied):
+                into = request.fragments
+                with connection.mapped() as address:
+                    sources = offsets[there] + (address + request.space.part_offset(request.part))
+                    blocks = np.ascontiguousarray(into.block_ids[copied])
+                    self._client.pool.scatter(into.bases, into.strides, into.lengths, blocks, sources)
+        finally:
+            future = connection.submit(Kind.RELEASE, (lease,))
+        lost = np.where(status == BlockStatus.OK, BlockStatus.MISS, status).astype(np.uint8)
+        request.job.settle(positions[~there], lost[~there])
+        return copied, future
+
+    def _settle_released(self, request: _Request, copied: np.ndarray, future: Future[list[Any]]) -> None:
+        """What was copied is good if the lease was still held afterwards."""
+        try:
+            held = bool(_answer(future, request.deadline_s)[0])
+        except TierKVError:
+            held = False
+        request.job.settle(copied, BlockStatus.OK if held else BlockStatus.TIMEOUT)
+
+    # Saving
+
+    def _save(self, request: _Request) -> None:
+        connection = self._client.connection()
+        number = self._client.number(connection, request.space)
+        step = self._chunk_blocks(connection, request.space)
+        starts = deque(range(0, len(request.hashes), step))
+        reserved: deque[tuple[Where, Future[list[Any]]]] = deque()
+        committed: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
+        try:
+            while starts or reserved:
+                while starts and len(reserved) < _AHEAD:
+                    where = slice(starts[0], min(starts.popleft() + step, len(request.hashes)))
+                    reserved.append((where, self._reserve(connection, number, request, where)))
+                where, future = reserved.popleft()
+                try:
+                    answer = _answer(future, request.deadline_s)
+                except LimitReached:
+                    while committed:
+                        self._settle_committed(request, *committed.popleft())
+                    self._pause(request)
+                    reserved.appendleft((where, self._reserve(connection, number, request, where)))
+                    continue
+                committed.append(self._copy_in(connection, request, where, answer))
+                granted = where.start + len(answer[1])
+                if granted < where.stop:  # the agent took only the first ones for now
+                    rest = slice(granted, where.stop)
+                    reserved.appendleft((rest, self._reserve(connection, number, request, rest)))
+                while len(committed) > _AHEAD:
+                    self._settle_committed(request, *committed.popleft())
+        finally:
+            for _, future in reserved:
+                if not future.cancel():
+                    future.add_done_callback(lambda done: _undo(connection, done, _give_up))
+            while committed:
+                self._settle_committed(request, *committed.popleft())
+
+    def _reserve(
+        self, connection: Connection, number: int, request: _Request, where: Where
+    ) -> Future[list[Any]]:
+        left_s = max(0.001, request.deadline_s - time.monotonic())
+        values = (number, request.part, left_s, request.hashes[where])
+        return connection.submit(Kind.RESERVE, values, undo=_give_up)
+
+    def _copy_in(
+        self, connection: Connection, request: _Request, where: Where, answer: list[Any]
+    ) -> tuple[np.ndarray, Future[list[Any]]]:
+        """Copies into the granted slots and commits: (positions, future of their statuses)."""
+        reservation, status, offsets = answer
+        positions = np.arange(where.start, where.start + len(status))
+        granted = offsets >= 0
+        written = 0
+        try:
+            if time.monotonic() < request.deadline_s:
+                source = request.fragments
+                with connection.mapped() as address:
+                    slots = offsets[granted] + (address + request.space.part_offset(request.part))
+                    blocks = np.ascontiguousarray(source.block_ids[positions[granted]])
+                    self._client.pool.gather(source.bases, source.strides, source.lengths, blocks, slots)
+                written = 1
+        finally:
+            future = connection.submit(Kind.COMMIT, (reservation, written))
+        return positions, future
+
+    def _settle_committed(self, request: _Request, positions: np.ndarray, future: Future[list[Any]]) -> None:
+        try:
+            request.job.settle(positions, _answer(future, request.deadline_s)[0])
+        except TierKVError:
+            request.job.settle(positions, BlockStatus.DROPPED)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads; the connection must be interrupted. What is queued is settled as CANCELLED."""
+        with self._condition:
+            self._closing = True
+            abandoned, self._queue = list(self._queue), deque()
+            self._condition.notify_all()
+        for request in abandoned:
+            request.job.settle_rest(BlockStatus.CANCELLED)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+
+def _answer(future: Future[list[Any]], deadline_s: float) -> list[Any]:
+    """The answer of a request; AgentUnavailable if it is later than the deadline and a little."""
+    try:
+        return future.result(max(0.0, deadline_s - time.monotonic()) + _GRACE_S)
+    except TimeoutError:
+        if not future.cancel():
+            return future.result(0)
+        raise AgentUnavailable("the agent did not answer in time") from None
+
+
+def _release(connection: Connection, answer: list[Any]) -> None:
+    connection.submit(Kind.RELEASE, (answer[0],))
+
+
+def _give_up(connection: Connection, answer: list[Any]) -> None:
+    connection.submit(Kind.COMMIT, (answer[0], 0))
+
+
+def _undo(connection: Connection, done: Future[list[Any]], undo: Any) -> None:
+    """Undoes an answer that came although its request was given up."""
+    if done.exception() is None:
+        try:
+            undo(connection, done.result())
+        except AgentUnavailable:
+            pass  # the agent gave everything back when the connection ended
