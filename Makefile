@@ -46,9 +46,10 @@ $(VENV)/.built: $(VENV)/.packages $(NATIVE)
 setup: $(VENV)/.built
 
 demo: setup
-	@mkdir -p $(OUT)/dfs
-	$(BIN)/tierkv replay --sessions 6 --turns 6 --dram-blocks 192 --nvme-blocks 512 --block-bytes 1MiB \
+	@rm -rf $(OUT)/nvme $(OUT)/dfs && mkdir -p $(OUT)/dfs
+	$(BIN)/tierkv replay --sessions 16 --turns 24 --dram-blocks 600 --nvme-blocks 1400 --block-bytes 262144 \
 	    --nvme-dir $(OUT)/nvme --dfs-dir $(OUT)/dfs --report $(OUT)/report.html --json $(OUT)/replay.json --progress
+	$(BIN)/tierkv verify $(OUT)/nvme
 	@echo "report: $(OUT)/report.html   figures: $(OUT)/replay.json"
 
 lint: setup
