@@ -179,6 +179,9 @@ class Core:
 
     def by_space(self, spaces: UInt32Array) -> Iterator[tuple[Keyspace, np.ndarray]]:
         """Groups positions by keyspace number: (keyspace, positions in ascending order)."""
+        if len(spaces) and (spaces == spaces[0]).all():
+            yield self._by_number[int(spaces[0])], np.arange(len(spaces))
+            return
         for number in np.unique(spaces).tolist():
             yield self._by_number[number], np.flatnonzero(spaces == number)
 

@@ -192,12 +192,13 @@ class Room:
         """Erases copies that need no writing: they are below already, or not worth keeping."""
         core = self._core
         below = sum(placement.bit(lower) for lower in core.lower if lower > kind)
-        for space, where in core.by_space(victims.spaces):
+        shared = core.tiers[kind].info.shared
+        for space, where in core.by_space(victims.spaces) if below or shared else ():
             if below:
                 # A block that comes back down is as recent below as one that is written now.
                 newest_first = np.ascontiguousarray(victims.hashes[where[::-1]])
                 core.touch(space, newest_first, reused=False, mask=below)
-            if core.tiers[kind].info.shared:
+            if shared:
                 core.tiers[kind].free(
                     space, np.ascontiguousarray(victims.hashes[where]), victims.slots[where]
                 )
