@@ -295,14 +295,16 @@ class CopyPool::Workers {
             return;
         }
         size_t wanted = 0;
+        bool everyone = false;  // decided under the mutex: close() empties workers_
         {
             const std::lock_guard lock(mutex_);
             if (!stopping_) {
                 waiting_.push_back(&work);
                 wanted = std::min(chunks - 1, workers_.size());
+                everyone = wanted == workers_.size();
             }
         }
-        if (wanted >= workers_.size()) {
+        if (everyone) {
             wake_.notify_all();
         } else {
             for (; wanted != 0; --wanted) wake_.notify_one();
@@ -330,7 +332,7 @@ class CopyPool::Workers {
     }
 
   private:
-    // workers_ keeps its size while calls read it; the threads leave it under the mutex.
+    // Takes the threads out of workers_, which calls read under the mutex.
     std::vector<std::thread> joinable() {
         const std::lock_guard lock(mutex_);
         return std::exchange(workers_, {});
