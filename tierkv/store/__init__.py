@@ -2,6 +2,9 @@
 
 from tierkv.store.facade import Lease, Match, Query, Store
 from tierkv.store.saving import Reservation
-from tierkv.store.statistics import StoreStats, TierStats
+from tierkv.store.statistics import LATENCY_BOUNDS_S, OPERATIONS, LatencyStats, StoreStats, TierStats
 
-__all__ = ["Lease", "Match", "Query", "Reservation", "Store", "StoreStats", "TierStats"]
+__all__ = [
+    "LATENCY_BOUNDS_S", "OPERATIONS", "LatencyStats", "Lease", "Match", "Query", "Reservation", "Store", "StoreStats",
+    "TierStats",
+]  # fmt: skip

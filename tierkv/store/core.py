@@ -194,7 +194,7 @@ class Core:
         """Ends leases and unfinished blocks whose deadline has passed."""
         leases, pending = self.index.expire(self.clock.monotonic_s())
         if pending:
-            self.counters.add("dropped", pending)
+            self.counters.add_dropped("incomplete", pending)
         if leases or pending:
             self.drain(TierKind.DRAM)
             self.announce()
@@ -203,13 +203,13 @@ class Core:
 
     def write(self, kind: TierKind, batch: Batch, timeout_s: float) -> tuple[Job, bool]:
         """Writes a batch to a tier and waits for it: (job, whether it was done in time)."""
-        self.counters.begin(kind, "write")
+        since_s = self.counters.begin(kind, "write")
         job = self.tiers[kind].submit_write(batch)
-        job.add_done_callback(lambda done: self._written(kind, batch, done))
+        job.add_done_callback(lambda done: self._written(kind, batch, done, since_s))
         return job, job.wait(timeout_s)
 
-    def _written(self, kind: TierKind, batch: Batch, job: Job) -> None:
-        self.counters.end(kind, "write")
+    def _written(self, kind: TierKind, batch: Batch, job: Job, since_s: float) -> None:
+        self.counters.end(kind, "write", since_s)
         good = job.status == 0
         self.counters.add_tier(
             kind, written_blocks=int(np.count_nonzero(good)), written_bytes=int(batch.lengths[good].sum())

@@ -170,6 +170,7 @@ class Store:
 
     def match(self, space: Keyspace, hashes: HashArray) -> Match:
         """The longest prefix of `hashes` ((n, 32) uint8, in the order of the chain) that the store holds."""
+        since_s = time.perf_counter()
         hashes = self._checked(space, hashes)
         core = self._core
         core.expire()
@@ -179,14 +180,19 @@ class Store:
                 missed = np.ascontiguousarray(hashes[len(masks) :])
                 if sharing.probe(space, missed, core.config.dfs.probe_timeout_s):
                     masks = core.index.prefix(space.number, hashes)
-        return Match(len(masks), placement.fastest(masks))
+        found = Match(len(masks), placement.fastest(masks))
+        core.counters.add_match(len(hashes), len(masks), since_s)
+        return found
 
     def lookup(self, queries: Sequence[Query]) -> list[UInt8Array]:
         """For each query (n,) uint8: the mask of the tiers (bit TierKind) that hold each block, 0 for none."""
+        since_s = time.perf_counter()
         self._core.expire()
-        return [
+        masks = [
             self._core.index.lookup(space.number, self._checked(space, hashes)) for space, hashes in queries
         ]
+        self._core.counters.observe("lookup", since_s)
+        return masks
 
     def touch(self, space: Keyspace, hashes: HashArray) -> None:
         """Makes the blocks of a chain most recently used, its head the most recent."""
@@ -207,11 +213,19 @@ class Store:
         ]
         return Lease(core, number, checked, held)
 
-    def stage(self, lease: Lease, timeout_s: float | None = None, *, make_room: bool = False) -> Job:
+    def stage(
+        self,
+        lease: Lease,
+        timeout_s: float | None = None,
+        *,
+        make_room: bool = False,
+        load_part: int | None = None,
+    ) -> Job:
         """Brings the leased blocks to DRAM and holds them there too. The job has the blocks of all queries in a row.
 
         OK: in DRAM. NO_SPACE: DRAM has no room now; the block stays held where it is. make_room waits for other blocks
-        to be written below where that makes room.
+        to be written below where that makes room. `load_part`: the caller goes on to copy that part out of DRAM itself,
+        so that this counts as a load in the statistics.
         """
         self._check_open()
         timeout_s = timeout_or(timeout_s, self._core.config.load_timeout_s)
@@ -222,8 +236,9 @@ class Store:
             where = slice(start, start + len(hashes))
             part.add_done_callback(lambda done, where=where: whole.settle(where, done.status))  # type: ignore[misc]
             self._loader.submit(
-                space, hashes, None, 0, timeout_s, job=part, lease=lease.number, make_room=make_room
-            )
+                space, hashes, None, load_part or 0, timeout_s, job=part, lease=lease.number, make_room=make_room,
+                counted=load_part is not None,
+            )  # fmt: skip
             start += len(hashes)
         return whole
 
@@ -339,6 +354,7 @@ class Store:
         core = self._core
         core.expire()
         index, counters = core.index.stats(), core.counters
+        drops = counters.drops()
         return StoreStats(
             tiers={
                 kind.name.lower(): counters.tier(
@@ -352,7 +368,8 @@ class Store:
             },
             saved_blocks=counters.total("saved"),
             known_blocks=counters.total("known"),
-            dropped_blocks=counters.total("dropped"),
+            dropped_blocks=sum(drops.values()),
+            drops=drops,
             load_misses=counters.misses(),
             corrupt_blocks=counters.total("corrupt"),
             pins=index["pins"],
@@ -360,6 +377,10 @@ class Store:
             leases=index["leases"],
             save_queue_blocks=self._saver.queued_blocks,
             write_queue_blocks=self._writers.queued_blocks,
+            load_queue_blocks=self._loader.queued_blocks,
+            match_requested_blocks=counters.total("match_requested"),
+            match_found_blocks=counters.total("match_found"),
+            latency=counters.latency(),
             index_entries=index["entries"],
             index_bytes=index["bytes"],
         )

@@ -57,6 +57,8 @@ class _Request:
     hashes: HashArray
     into: Fragments | None
     """None: only bring the blocks to DRAM, under `lease`."""
+    counted: bool
+    """Whether this is a load, whose hits and misses count: `into` is given, or the caller copies for itself."""
     part: int
     lease: int
     make_room: bool
@@ -83,6 +85,7 @@ class _Chunk:
     buffers: SlotArray
     """Staging slots of the latter."""
     job: Job
+    since_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +120,11 @@ class Loader:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def queued_blocks(self) -> int:
+        """Blocks of loads and stagings that wait or are under way."""
+        return self._queued_blocks
+
     def submit(
         self,
         space: Keyspace,
@@ -127,8 +135,10 @@ class Loader:
         job: Job | None = None,
         lease: int = 0,
         make_room: bool = False,
+        counted: bool = True,
     ) -> Job:
         """Pins the blocks and queues the load. Blocks that no tier holds are settled as MISS at once."""
+        since_s = time.perf_counter()
         core, count = self._core, len(hashes)
         job = job if job is not None else Job(count)
         if count == 0:
@@ -139,15 +149,16 @@ class Loader:
                 self._queued_blocks += count
         if refused:
             job.settle_rest(BlockStatus.CANCELLED if core.closing.is_set() else BlockStatus.TIMEOUT)
-            core.counters.add_misses(job.status)
+            if counted:
+                core.counters.add_misses(job.status)
             return job
         core.touch(space, hashes, reused=True, mask=placement.bit(TierKind.DRAM))
         tiers, slots, generations, handles = core.index.acquire(space.number, hashes, LOOKUP_ORDER)
         request = _Request(
-            space, hashes, into, part, lease, make_room, job, time.monotonic() + timeout_s, tiers, slots,
+            space, hashes, into, counted, part, lease, make_room, job, time.monotonic() + timeout_s, tiers, slots,
             generations, handles, np.zeros(count, np.uint8),
         )  # fmt: skip
-        job.add_done_callback(lambda done: self._done(done, count))
+        job.add_done_callback(lambda done: self._done(done, count, since_s, counted=counted))
         missing = np.flatnonzero(tiers == NO_TIER)
         if len(missing) < count:
             self._fast.put(request)
@@ -155,10 +166,12 @@ class Loader:
             job.settle(missing, BlockStatus.MISS)
         return job
 
-    def _done(self, job: Job, count: int) -> None:
+    def _done(self, job: Job, count: int, since_s: float, *, counted: bool) -> None:
         with self._lock:
             self._queued_blocks -= count
-        self._core.counters.add_misses(job.status)
+        if counted:
+            self._core.counters.add_misses(job.status)
+        self._core.counters.observe("load" if counted else "stage", since_s)
 
     # DRAM
 
@@ -182,13 +195,14 @@ class Loader:
         try:
             if core.closing.is_set():
                 request.job.settle(positions, BlockStatus.CANCELLED)
-            elif request.into is None:
+            elif request.into is None and not request.counted:
                 request.job.settle(positions, BlockStatus.OK)
             elif time.monotonic() >= request.deadline_s:
                 request.job.settle(positions, BlockStatus.TIMEOUT)
             else:
-                with core.counters.busy(TierKind.DRAM, "read"):
-                    self._scatter(request, positions, core.dram.addresses(slots))
+                if request.into is not None:
+                    with core.counters.busy(TierKind.DRAM, "read"):
+                        self._scatter(request, positions, core.dram.addresses(slots))
                 core.counters.add_tier(
                     TierKind.DRAM,
                     hit_blocks=len(positions),
@@ -298,18 +312,19 @@ class Loader:
         slots = np.ascontiguousarray(request.slots[positions])
         chunk = _Chunk(kind, positions, addresses, reserved, buffers, Job(0))
         try:
+            since_s = time.perf_counter()
             job = chunk.job = core.tiers[kind].submit_read(core.batch(space, hashes, slots, addresses))
         except BaseException:
             self._return_memory(chunk, np.zeros(len(positions), np.bool_))
             raise
-        core.counters.begin(kind, "read")
+        chunk.since_s = core.counters.begin(kind, "read", since_s)
         work.chunks.add(chunk)
         work.in_flight[kind] += 1
         job.add_done_callback(lambda _: self._arrived(work, chunk))
         return True
 
     def _arrived(self, work: _Work, chunk: _Chunk) -> None:
-        self._core.counters.end(chunk.kind, "read")
+        self._core.counters.end(chunk.kind, "read", chunk.since_s)
         work.finished.put(chunk)
 
     def _reserve(self, request: _Request, hashes: HashArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -362,7 +377,7 @@ class Loader:
                 )
             core.counters.add_tier(
                 chunk.kind,
-                hit_blocks=len(positions) if request.into is not None else 0,
+                hit_blocks=len(positions) if request.counted else 0,
                 read_bytes=len(positions) * space.block_bytes,
             )
             self._settle_lower(request, positions, BlockStatus.OK)
@@ -391,14 +406,21 @@ class Loader:
             core.staging.free(chunk.buffers)
         core.drain(TierKind.DRAM)
 
+    def _unpin_read(self, chunk: _Chunk, bad: np.ndarray, handles: UInt32Array) -> bool:
+        """Releases the source pins of blocks that could not be read, and erases the copies that never can be; True if
+        there were any. `handles`: (k,) of the whole chunk."""
+        core, status = self._core, chunk.job.status
+        core.counters.add("corrupt", int(np.count_nonzero(status == BlockStatus.CORRUPT)))
+        drop = bad & np.isin(status, _DROPPED_FOR)
+        core.index.erase(np.ascontiguousarray(handles[drop]))
+        core.index.release(np.ascontiguousarray(handles[bad & ~drop]))
+        return bool(drop.any())
+
     def _retry(self, request: _Request, work: _Work, chunk: _Chunk, bad: np.ndarray) -> bool:
         """Erases copies that cannot be used and looks for the blocks in the tiers that are left."""
         core, space = self._core, request.space
         status = chunk.job.status
-        core.counters.add("corrupt", int(np.count_nonzero(status == BlockStatus.CORRUPT)))
-        drop = bad & np.isin(status, _DROPPED_FOR)
-        core.index.erase(np.ascontiguousarray(request.handles[chunk.positions[drop]]))
-        core.index.release(np.ascontiguousarray(request.handles[chunk.positions[bad & ~drop]]))
+        erased = self._unpin_read(chunk, bad, request.handles[chunk.positions])
         request.handles[chunk.positions[bad]] = NO_SLOT
         request.tried[chunk.positions[bad]] |= np.uint8(1 << chunk.kind)
         lost = []
@@ -420,7 +442,7 @@ class Loader:
         if len(gone):
             where = np.searchsorted(chunk.positions, gone)
             request.job.settle(gone, status[where])
-        return bool(drop.any())
+        return erased
 
     def _follow(self, request: _Request, work: _Work) -> None:
         """Takes the blocks that other requests have brought to DRAM meanwhile; queues those that they have not."""
@@ -469,7 +491,8 @@ class Loader:
             def end(chunk: _Chunk = chunk, handles: np.ndarray = handles) -> None:
                 good = chunk.job.status == BlockStatus.OK
                 self._return_memory(chunk, good & self._still_there(request, chunk))
-                core.index.release(handles)
+                self._unpin_read(chunk, ~good, handles)
+                core.index.release(np.ascontiguousarray(handles[good]))
                 core.announce()
 
             core.when_done(chunk.job, end)

@@ -269,7 +269,9 @@ class Room:
         def free_buffers() -> None:
             core.staging.free(buffers)
 
+        since_s = core.counters.begin(kind, "read")
         job = core.tiers[kind].submit_read(core.batch(space, piece.hashes, piece.slots, addresses))
+        job.add_done_callback(lambda done: self._read(kind, space, done, since_s))
         if not job.wait(max(0.0, deadline_s - time.monotonic())):
 
             def give_up() -> None:
@@ -288,6 +290,11 @@ class Room:
             return len(piece) - len(good)
         core.index.erase(good.handles)
         return len(piece)
+
+    def _read(self, kind: TierKind, space: Keyspace, job: Job, since_s: float) -> None:
+        self._core.counters.end(kind, "read", since_s)
+        good = int(np.count_nonzero(job.status == BlockStatus.OK))
+        self._core.counters.add_tier(kind, read_bytes=good * space.block_bytes)
 
     def copy_down(
         self,

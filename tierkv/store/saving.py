@@ -44,6 +44,7 @@ class _Request:
     part: int
     job: Job
     accepted: int
+    since_s: float
     deadline_s: float
     epoch: int
     status: UInt8Array
@@ -123,7 +124,7 @@ class Saver:
         core, config = self._core, self._core.config
         block_bytes = space.part_bytes[part]
         request = _Request(
-            space, hashes, source, part, job, 0, time.monotonic() + timeout_s, core.epoch(space),
+            space, hashes, source, part, job, 0, time.perf_counter(), time.monotonic() + timeout_s, core.epoch(space),
             np.full(count, BlockStatus.PENDING, np.uint8), np.full(count, NO_SLOT, np.uint32),
             np.full(count, NO_SLOT, np.uint32),
         )  # fmt: skip
@@ -144,8 +145,10 @@ class Saver:
                 self._queued_bytes += accepted * block_bytes
                 self._condition.notify_all()
         if accepted < count:
-            core.counters.add("dropped", count - accepted)
+            core.counters.add_dropped("queue_full", count - accepted)
             job.settle(slice(accepted, None), BlockStatus.DROPPED)
+        if count and source is not None:
+            job.add_done_callback(lambda _: core.counters.observe("save", request.since_s))
         return request
 
     @property
@@ -156,7 +159,8 @@ class Saver:
         """Notes what becomes of blocks; they are settled with their chunk."""
         request.status[where] = status
         if status in (BlockStatus.DROPPED, BlockStatus.TIMEOUT):
-            self._core.counters.add("dropped", len(request.status[where]))
+            reason = "no_room" if status == BlockStatus.DROPPED else "timeout"
+            self._core.counters.add_dropped(reason, len(request.status[where]))
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Waits until nothing is queued or being saved; False at the deadline (time.monotonic())."""
@@ -187,7 +191,7 @@ class Saver:
                 request.job.settle(slice(None), request.status)
                 if not request.job.done():
                     left = int(np.count_nonzero(request.job.status == BlockStatus.PENDING))
-                    self._core.counters.add("dropped", left)
+                    self._core.counters.add_dropped("failed", left)
                     request.job.settle_rest(BlockStatus.DROPPED)
 
     def _save(self, request: _Request) -> None:
@@ -341,6 +345,8 @@ class Saver:
             status[granted[lost]] = BlockStatus.CANCELLED
             core.touch(space, request.hashes, reused=False)
             self._writers.saved(space, hashes)
+        if written:
+            core.counters.observe("save", request.since_s)
         core.drain(TierKind.DRAM)
         return status
 
