@@ -24,6 +24,7 @@ import msgspec
 from tierkv.agent.channel import Channel
 from tierkv.agent.protocol import REFUSAL, Kind, encode
 from tierkv.agent.session import Session
+from tierkv.agent.statistics import MAX_CLIENTS_LISTED, AgentStats, ClientStats, version
 from tierkv.clock import Clock
 from tierkv.config import AgentConfig
 from tierkv.errors import LockedError, StorageError
@@ -60,6 +61,7 @@ class AgentServer:
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._stopping = threading.Event()
+        self._started_s = time.time()
         self._accepting = threading.Thread(target=self._accept, name="tierkv-accept", daemon=True)
 
     # Start and stop
@@ -106,6 +108,28 @@ class AgentServer:
         """The clients that are attached now."""
         with self._lock:
             return list(self._sessions)
+
+    def stats(self) -> AgentStats:
+        """What the store did and holds, and what the clients hold."""
+        stats = self.store.stats()
+        clients = [
+            ClientStats(
+                name=session.name, reserved_bytes=session.reserved_bytes, leased_bytes=session.leased_bytes
+            )
+            for session in self.sessions()
+        ]
+        clients.sort(key=lambda client: client.reserved_bytes + client.leased_bytes, reverse=True)
+        return AgentStats(
+            **{name: getattr(stats, name) for name in stats.__struct_fields__},
+            version=version(),
+            started_s=self._started_s,
+            accepting=self.healthy(),
+            client_count=len(clients),
+            max_clients=self.config.max_clients,
+            reserved_bytes=sum(client.reserved_bytes for client in clients),
+            leased_bytes=sum(client.leased_bytes for client in clients),
+            clients=clients[:MAX_CLIENTS_LISTED],
+        )
 
     def healthy(self) -> bool:
         """Whether clients can be served."""
@@ -186,7 +210,7 @@ class AgentServer:
             if len(self._sessions) >= self.config.max_clients:
                 refusal = f"{len(self._sessions)} clients are attached, which is the limit: raise max_clients"
             if refusal is None:
-                session = Session(self.store, self.config, channel, f"pid {pid}", self._slow)
+                session = Session(self.store, self.config, channel, f"pid {pid}", self._slow, self.stats)
                 thread = threading.Thread(
                     target=self._serve, args=(session,), name=f"tierkv-{pid}", daemon=True
                 )

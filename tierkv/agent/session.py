@@ -35,7 +35,8 @@ from tierkv.errors import ArgumentError, KeyspaceError, TierKVError
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec
 from tierkv.memory import slot_bytes_for
-from tierkv.store import Lease, Reservation, Store
+from tierkv.store import Lease, Reservation, Store, StoreStats
+from tierkv.store.checks import check_part
 from tierkv.types import NO_SLOT, SLOT_GRANULE_BYTES, BlockStatus
 
 log = logging.getLogger("tierkv.agent")
@@ -61,13 +62,16 @@ class Session:
         channel: Channel,
         peer: str,
         slow: Executor,
+        stats: Callable[[], StoreStats] | None = None,
     ) -> None:
+        """`stats`: what STATS is answered with; the store's, if None."""
         self._store = store
         self._config = config
         self._channel = channel
         self.peer = peer
         self.name = peer
         self._slow = slow
+        self._all_stats = stats or store.stats
         self._lock = threading.Lock()
         self._ended = False
         self._under_way = 0
@@ -338,11 +342,12 @@ class Session:
     # Loading: the blocks are leased and brought to DRAM, the client copies them and releases the lease
 
     def _acquire(self, request: int, values: list[Any]) -> None:
-        number, _, timeout_s, hashes = values
+        check_part(space, part)
+        number, part, timeout_s, hashes = values
         space = self._space(number)
         lease = self._store.lease([(space, hashes)], self._config.max_lease_s)
         own = self._keep(lease)
-        job = self._store.stage(lease, timeout_s or None, make_room=True)
+        job = self._store.stage(lease, timeout_s or None, make_room=True, load_part=part)
 
         def staged(done: Job) -> None:
             slots = self._store.dram_slots(space, hashes)
@@ -368,7 +373,7 @@ class Session:
         self._later(request, lambda: self._answer(Kind.FLUSH, request, int(self._store.flush(timeout_s))))
 
     def _stats(self, request: int, values: list[Any]) -> None:
-        self._answer(Kind.STATS, request, msgspec.json.encode(self._store.stats()).decode())
+        self._answer(Kind.STATS, request, msgspec.json.encode(self._all_stats()).decode())
 
     def _give_all_back(self) -> None:
         with self._lock:
