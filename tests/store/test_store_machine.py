@@ -352,17 +352,25 @@ class StoreMachine(RuleBasedStateMachine):
         return [masks(self.rig.store, space, self.everything()) for space in self.spaces]
 
     def compare_after_crash(self, before: list[list[int]]) -> None:
-        """NVMe holds exactly what it held; a shared tier's blocks are found by whoever asks."""
+        """NVMe holds what it held, and at most what the model allows besides (what was being evicted); a shared
+        tier's blocks are found by whoever asks."""
         survivors = set()
         for space, old, new in zip(self.spaces, before, self.found(), strict=True):
-            assert in_tier(TierKind.NVME, new) == in_tier(TierKind.NVME, old), (
-                f"{space}: recovery dropped {self.rig.nvme.inner.dropped_entries}"
+            there = in_tier(TierKind.NVME, new)
+            lost = [was and not now for was, now in zip(in_tier(TierKind.NVME, old), there, strict=True)]
+            assert not any(lost), f"{space}: recovery dropped {self.rig.nvme.inner.dropped_entries}"
+            self.model.check_found(
+                space,
+                self.everything(),
+                [now or mask != 0 for now, mask in zip(there, old, strict=True)],
+                "after a crash",
             )
+            survivors |= {
+                key for key, now in zip(keys_of(space, self.everything()), there, strict=True) if now
+            }
             assert not any(in_tier(TierKind.DRAM, new))
             for key, mask in zip(keys_of(space, self.everything()), old, strict=True):
-                if mask & (1 << TierKind.NVME):
-                    survivors.add(key)
-                if mask & (1 << TierKind.DFS):
+                if mask & (1 << TierKind.DFS) and not self.faulty:  # a torn file is noticed by its length
                     one = np.frombuffer(key[1], np.uint8).reshape(1, 32)
                     assert self.rig.store.match(space, one).length == 1, "a block of the shared tier is lost"
         shared = self.options["dfs_blocks"] != 0
@@ -489,8 +497,8 @@ _QUICK = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-"""Without shrinking, which takes minutes; the long run shrinks."""
-_LONG = settings(_QUICK, max_examples=400, stateful_step_count=60, phases=tuple(Phase))
+"""Without shrinking: threads make failures too rare for it, and it takes minutes."""
+_LONG = settings(_QUICK, max_examples=400, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("machine", [StoreMachine, RoomyStoreMachine])
