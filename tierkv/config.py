@@ -25,7 +25,7 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
-_MAX_SOCKET_PATH = 107
+MAX_SOCKET_PATH_BYTES = 107
 MAX_TIER_BYTES = (1 << 32) * SLOT_GRANULE_BYTES - SLOT_GRANULE_BYTES
 
 PositiveBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_TIER_BYTES)]
@@ -240,14 +240,35 @@ def agent_config_from_mapping(fields: Mapping[str, Any], source: str = "config")
     validate(config.store, f"{source}: store")
     if not config.socket:
         raise ConfigError(f"{source}: socket is empty: name a path for the Unix socket")
-    if len(os.fsencode(config.socket)) > _MAX_SOCKET_PATH:
-        raise ConfigError(f"{source}: socket is longer than {_MAX_SOCKET_PATH} bytes: choose a shorter path")
+    if len(os.fsencode(config.socket)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{source}: socket is longer than {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter path"
+        )
     return config
 
 
-def load_agent_config(path: str | os.PathLike[str]) -> AgentConfig:
-    """Reads an AgentConfig from a .toml or .json file."""
-    return agent_config_from_mapping(_read_settings(path), str(path))
+def load_agent_config(
+    path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | None = None
+) -> AgentConfig:
+    """Reads an AgentConfig from a .toml or .json file; `overrides` (nested like it) win over what stands there.
+
+    Without a file the overrides must say all that is needed.
+    """
+    fields = _read_settings(path) if path is not None else {}
+    return agent_config_from_mapping(
+        _merged(fields, overrides or {}), str(path) if path is not None else "settings"
+    )
+
+
+def _merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(fields)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping):
+            merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def config_from_environment(environment: Mapping[str, str] = os.environ) -> StoreConfig:
