@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tierkv.agent.protocol import HEADER_BYTES, MAX_BODY_BYTES, Header, decode_header
+from tierkv.agent.protocol import HEADER_BYTES, MAX_BODY_BYTES, Header, ProtocolError, decode_header
 from tierkv.errors import TierKVError
 
 log = logging.getLogger("tierkv.agent")
@@ -27,7 +27,6 @@ log = logging.getLogger("tierkv.agent")
 MAX_QUEUED_BYTES = 2 * MAX_BODY_BYTES
 _BUFFER_BYTES = 4 << 20
 _FD_BYTES = array.array("i").itemsize
-_MAX_FDS = 4
 _MAX_PIECES = 64
 
 
@@ -52,8 +51,10 @@ class Channel:
 
     # Receiving
 
-    def receive(self, *, wait_s: float | None, message_s: float) -> tuple[Header, memoryview, list[int]]:
-        """The next message: (header, body, file descriptors that came with it).
+    def receive(
+        self, *, wait_s: float | None, message_s: float, max_fds: int = 0
+    ) -> tuple[Header, memoryview, list[int]]:
+        """The next message: (header, body, the at most `max_fds` file descriptors that came with it).
 
         Waits `wait_s` for it to begin (None: until the channel closes) and `message_s` for the rest of it. Raises
         Disconnected or ProtocolError; then the channel is of no more use.
@@ -62,21 +63,23 @@ class Channel:
         fds: list[int] = []
         try:
             deadline_s = None if wait_s is None else time.monotonic() + wait_s
-            self._fill(memoryview(start), deadline_s, message_s, fds)
+            self._fill(memoryview(start), deadline_s, message_s, fds, max_fds)
             header = decode_header(start)
             body = memoryview(bytearray(header.body_bytes))
-            self._fill(body, time.monotonic() + message_s, message_s, fds)
+            self._fill(body, time.monotonic() + message_s, message_s, fds, max_fds)
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
         return header, body, fds
 
-    def _fill(self, view: memoryview, deadline_s: float | None, message_s: float, fds: list[int]) -> None:
+    def _fill(
+        self, view: memoryview, deadline_s: float | None, message_s: float, fds: list[int], max_fds: int
+    ) -> None:
         filled = 0
         while filled < len(view):
             try:
-                count = self._receive_some(view[filled:], fds)
+                count = self._receive_some(view[filled:], fds, max_fds)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline_s)
                 continue
@@ -88,17 +91,20 @@ class Channel:
                 deadline_s = time.monotonic() + message_s
             filled += count
 
-    def _receive_some(self, view: memoryview, fds: list[int]) -> int:
+    def _receive_some(self, view: memoryview, fds: list[int], max_fds: int) -> int:
+        """Fills some of `view`. Descriptors beyond max_fds are refused before they can use this process's up."""
+        room = max_fds - len(fds)
+        # Without room for them the kernel lets no descriptor in.
         count, ancillary, flags, _ = self._socket.recvmsg_into(
-            [view], socket.CMSG_SPACE(_MAX_FDS * _FD_BYTES)
+            [view], socket.CMSG_SPACE(room * _FD_BYTES) if room else 0, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % _FD_BYTES])
                 fds.extend(received)
-        if flags & socket.MSG_CTRUNC:
-            raise Disconnected("the other side sent more file descriptors than belong to a message")
+        if flags & socket.MSG_CTRUNC or len(fds) > max_fds:  # the kernel rounds the room up
+            raise ProtocolError("the other side sent file descriptors that do not belong to the message")
         return count
 
     def _wait(self, events: int, deadline_s: float | None) -> None:

@@ -25,14 +25,22 @@ import msgspec
 import numpy as np
 
 from tierkv._native import CopyPool
-from tierkv.agent.connection import AgentUnavailable, Connection
+from tierkv.agent.connection import AgentUnavailable, Connection, answer_of
 from tierkv.agent.moving import Mover
-from tierkv.agent.protocol import MAX_BLOCKS, Kind, pack_queries
-from tierkv.errors import ClosedError, KeyspaceError
+from tierkv.agent.protocol import (
+    MAX_BLOCKS,
+    MAX_TIMEOUT_S,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    Kind,
+    pack_queries,
+)
+from tierkv.agent.statistics import AgentStats
+from tierkv.errors import ArgumentError, ClosedError, KeyspaceError, TierKVError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec, as_hash_array
-from tierkv.store import Match, Query, StoreStats
+from tierkv.store import Match, Query
 from tierkv.store.checks import check_fragments, check_ttl, timeout_or
 from tierkv.types import BlockStatus, BoolArray, HashArray, UInt8Array
 
@@ -103,27 +111,47 @@ class AgentStore:
             if not self._lost.wait(1.0) or self._closing.is_set():
                 continue
             self._lost.clear()
-            old, self._connection = self._connection, None
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                old = self._connection
+                if old is not None and not old.broken:
+                    continue  # another attempt's connection ended
+                self._connection = None
             if old is not None:
                 old.close()
             while not self._closing.wait(retry_s):
                 try:
                     connection = Connection(self._path, self._name, self._lose)
-                except AgentUnavailable:
+                except (TierKVError, OSError) as error:  # OSError: no descriptor or thread to be had just now
+                    log.debug("%s: %s", self._path, error)
                     retry_s = min(_LAST_RETRY_S, 2 * retry_s)
                     continue
-                try:
-                    with self._lock:
-                        spaces = list(self._spaces.values())
-                    for space in spaces:
-                        self._open_on(connection, space)
-                except AgentUnavailable:
+                if not self._open_all(connection):
                     connection.close()
                     continue
-                self._connection = connection
+                with self._lock:
+                    if not self._closing.is_set():
+                        self._connection = connection
+                if self._connection is not connection:
+                    connection.close()
+                    return
                 retry_s = _FIRST_RETRY_S
                 log.info("%s: attached again", self._path)
                 break
+
+    def _open_all(self, connection: Connection) -> bool:
+        """Opens on a new connection what was opened on the last one; False if it is gone already."""
+        with self._lock:
+            spaces = list(self._spaces.values())
+        for space in spaces:
+            try:
+                self._open_on(connection, space)
+            except AgentUnavailable:
+                return False
+            except TierKVError as error:  # an agent with other settings: this keyspace has misses only
+                log.warning("%s: the agent refuses a keyspace that it held before: %s", self._path, error)
+        return True
 
     def _open_on(self, connection: Connection, space: Keyspace) -> None:
         (number,) = connection.call(Kind.OPEN, (space.spec.canonical().decode(),), self._call_timeout_s)
@@ -160,7 +188,10 @@ class AgentStore:
         hashes = self._checked(space, hashes)
         try:
             (tiers,) = self._ask(self.submit(Kind.MATCH, space, hashes[:MAX_BLOCKS]))
-        except AgentUnavailable:
+            if len(tiers) > len(hashes):
+                raise TierKVError(f"the agent matched {len(tiers)} of {len(hashes)} blocks")
+        except TierKVError as error:
+            _note(error)
             tiers = np.empty(0, np.uint8)
         return Match(len(tiers), tiers)
 
@@ -168,31 +199,31 @@ class AgentStore:
         """As Store.lookup, in one message; zeros while the agent cannot be asked."""
         checked = [(space, self._checked(space, hashes)) for space, hashes in queries]
         ends = np.cumsum([len(hashes) for _, hashes in checked])
+        total = int(ends[-1]) if len(ends) else 0
+        _check_count(total)
         try:
             connection = self.connection()
             packed = pack_queries([(self.number(connection, space), hashes) for space, hashes in checked])
             (masks,) = self._ask(connection.submit(Kind.LOOKUP, packed))
-        except AgentUnavailable:
-            masks = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+            if len(masks) != total:
+                raise TierKVError(f"the agent looked {len(masks)} of {total} blocks up")
+        except TierKVError as error:
+            _note(error)
+            masks = np.zeros(total, np.uint8)
         return list(np.split(masks, ends[:-1])) if checked else []
 
     def touch(self, space: Keyspace, hashes: HashArray) -> None:
         """As Store.touch."""
         hashes = self._checked(space, hashes)
+        _check_count(len(hashes))
         try:
             self.submit(Kind.TOUCH, space, hashes)
-        except AgentUnavailable:
-            pass  # the order of use is a hint
+        except TierKVError as error:
+            _note(error)  # the order of use is a hint
 
     def _ask(self, future: Future[list[Any]], timeout_s: float | None = None) -> list[Any]:
         """The answer; AgentUnavailable if it does not come in time."""
-        timeout_s = timeout_s or self._call_timeout_s
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            if not future.cancel():  # it came just now
-                return future.result(0)
-            raise AgentUnavailable(f"{self._path}: no answer within {timeout_s} s") from None
+        return answer_of(future, timeout_s or self._call_timeout_s)
 
     # Leases
 
@@ -201,12 +232,16 @@ class AgentStore:
         check_ttl(ttl_s)
         checked = [(space, self._checked(space, hashes)) for space, hashes in queries]
         lengths = [len(hashes) for _, hashes in checked]
+        _check_count(sum(lengths))
         try:
             connection = self.connection()
             packed = pack_queries([(self.number(connection, space), hashes) for space, hashes in checked])
-            future = connection.submit(Kind.LEASE, (ttl_s, *packed), undo=_release_late)
+            future = connection.submit(Kind.LEASE, (_ttl(ttl_s), *packed), undo=_release_late)
             number, held = self._ask(future)
-        except AgentUnavailable:
+            if len(held) != sum(lengths):
+                raise TierKVError(f"the agent leased {len(held)} of {sum(lengths)} blocks")
+        except TierKVError as error:
+            _note(error)
             return AgentLease(self, None, 0, checked, [np.zeros(length, np.bool_) for length in lengths])
         flags = np.split(held.astype(np.bool_), np.cumsum(lengths)[:-1]) if lengths else []
         return AgentLease(self, connection, number, checked, list(flags))
@@ -221,16 +256,18 @@ class AgentStore:
         try:
             if lease.connection is None:
                 raise AgentUnavailable("the lease was taken while the agent was gone")
-            future = lease.connection.submit(Kind.STAGE, (lease.number, timeout_s))
-        except AgentUnavailable:
+            future = lease.connection.submit(Kind.STAGE, (lease.number, min(timeout_s, MAX_TIMEOUT_S)))
+        except TierKVError as error:
+            _note(error)
             job.settle_rest(BlockStatus.TIMEOUT)
             return job
 
         def answered(done: Future[list[Any]]) -> None:
-            if done.cancelled() or done.exception() is not None:
-                job.settle_rest(BlockStatus.TIMEOUT)
-            else:
-                job.settle(slice(None), done.result()[0])
+            if not done.cancelled() and done.exception() is None:
+                (status,) = done.result(0)
+                if len(status) == job.count:
+                    job.settle(slice(None), status)
+            job.settle_rest(BlockStatus.TIMEOUT)
 
         future.add_done_callback(answered)
         return job
@@ -268,12 +305,15 @@ class AgentStore:
     def remove(self, space: Keyspace, hashes: HashArray, timeout_s: float = 60.0) -> int:
         """As Store.remove; AgentUnavailable when it was not confirmed."""
         hashes = self._checked(space, hashes)
+        _check_count(len(hashes))
         return int(self._ask(self.submit(Kind.REMOVE, space, hashes), timeout_s)[0])
 
     def clear(self, space: Keyspace, timeout_s: float = 30.0) -> int:
         """As Store.clear; AgentUnavailable when it was not confirmed."""
         self._checked(space, np.empty((0, 32), np.uint8))
-        return int(self._ask(self.submit(Kind.CLEAR, space, timeout_s), timeout_s + 60.0)[0])
+        return int(
+            self._ask(self.submit(Kind.CLEAR, space, min(timeout_s, MAX_TIMEOUT_S)), timeout_s + 60.0)[0]
+        )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """As Store.flush, for all clients of the agent; also waits for this client's saves."""
@@ -281,17 +321,18 @@ class AgentStore:
         deadline_s = time.monotonic() + timeout_s
         if not self._saves.wait_idle(deadline_s):
             return False
-        left_s = max(0.001, deadline_s - time.monotonic())
+        left_s = min(MAX_TIMEOUT_S, max(0.001, deadline_s - time.monotonic()))
         try:
             return bool(self._ask(self.connection().submit(Kind.FLUSH, (left_s,)), left_s + 1.0)[0])
-        except AgentUnavailable:
+        except TierKVError as error:
+            _note(error)
             return False
 
-    def stats(self) -> StoreStats:
-        """As Store.stats, of the agent's store; AgentUnavailable when it cannot be asked."""
+    def stats(self) -> AgentStats:
+        """As Store.stats, of the agent's store and its clients; AgentUnavailable when it cannot be asked."""
         self._check_open()
         (text,) = self._ask(self.connection().submit(Kind.STATS, ()))
-        return msgspec.json.decode(text, type=StoreStats)
+        return msgspec.json.decode(text, type=AgentStats)
 
     # Ending
 
@@ -299,16 +340,17 @@ class AgentStore:
         """Settles every job and detaches; the agent goes on. Idempotent."""
         if self._closing.is_set():
             return
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
+            connection, self._connection = self._connection, None
         self._lost.set()
-        self._keeper.join(_CLOSE_TIMEOUT_S)
-        connection, self._connection = self._connection, None
         if connection is not None:
             connection.interrupt()  # whoever waits for an answer stops waiting
         self._loads.close(_CLOSE_TIMEOUT_S)
         self._saves.close(_CLOSE_TIMEOUT_S)
         if connection is not None:
             connection.close()
+        self._keeper.join(_CLOSE_TIMEOUT_S)
         self.pool.close()
 
     def __enter__(self) -> AgentStore:
@@ -355,12 +397,13 @@ class AgentLease:
             return False
         try:
             return bool(self._client._ask(self.connection.submit(kind, (self.number, *values)))[0])
-        except AgentUnavailable:
-            return False  # the lease is gone with the connection
+        except TierKVError as error:  # mostly: the lease is gone with the connection
+            _note(error)
+            return False
 
     def extend(self, ttl_s: float) -> bool:
         """Moves the deadline to `ttl_s` from now; False if the lease has ended."""
-        return self._ask(Kind.EXTEND, ttl_s)
+        return self._ask(Kind.EXTEND, _ttl(ttl_s))
 
     def release(self) -> bool:
         """Ends the lease; False if it had ended already."""
@@ -371,6 +414,22 @@ class AgentLease:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _note(error: TierKVError) -> None:
+    """An engine goes on without the agent; why it has to is for the log."""
+    level = logging.DEBUG if isinstance(error, AgentUnavailable) else logging.WARNING
+    log.log(level, "the agent could not be asked: %s", error)
+
+
+def _ttl(ttl_s: float) -> float:
+    """What the agent takes; it has a limit of its own (max_lease_s)."""
+    return min(max(ttl_s, MIN_TTL_S), MAX_TTL_S)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_BLOCKS:
+        raise ArgumentError(f"{count} hashes: an agent is asked for at most {MAX_BLOCKS} at once")
 
 
 def _release_late(connection: Connection, answer: list[Any]) -> None:

@@ -29,6 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 MESSAGE_TIMEOUT_S = 30.0
 MAX_UNDER_WAY = 200
 _JOIN_TIMEOUT_S = 10.0
+_COMPLETION_TIMEOUT_S = 5.0
 
 Undo = Callable[["Connection", list[Any]], None]
 
@@ -47,6 +48,16 @@ _REFUSALS: dict[str, type[TierKVError]] = {
     "KeyspaceError": KeyspaceError,
     "LimitError": LimitReached,
 }
+
+
+def answer_of(future: Future[list[Any]], timeout_s: float) -> list[Any]:
+    """The answer; after `timeout_s` the request is given up, an answer that still comes undone: AgentUnavailable."""
+    try:
+        return future.result(max(0.0, timeout_s))
+    except TimeoutError:
+        if not future.cancel():  # it is being completed just now
+            return future.result(_COMPLETION_TIMEOUT_S)
+        raise AgentUnavailable(f"the agent did not answer within {timeout_s:.3g} s") from None
 
 
 class Connection:
@@ -85,8 +96,12 @@ class Connection:
     def _greet(self, name: str) -> tuple[Arena, int]:
         fds: list[int] = []
         try:
-            self._channel.send(encode(Kind.HELLO, 0, REQUESTS[Kind.HELLO], (name,)), patient=True)
-            header, body, fds = self._channel.receive(wait_s=CONNECT_TIMEOUT_S, message_s=CONNECT_TIMEOUT_S)
+            # An agent that refuses says so and hangs up at once, perhaps before it is greeted: what it said is there.
+            with contextlib.suppress(Disconnected):
+                self._channel.send(encode(Kind.HELLO, 0, REQUESTS[Kind.HELLO], (name,)), patient=True)
+            header, body, fds = self._channel.receive(
+                wait_s=CONNECT_TIMEOUT_S, message_s=CONNECT_TIMEOUT_S, max_fds=1
+            )
             if header.kind == Kind.REFUSAL:
                 raise AgentUnavailable(f"{self._path}: {decode_body(REFUSAL, body)[1]}")
             if header.kind != Kind.ANSWER or len(fds) != 1:
@@ -116,7 +131,8 @@ class Connection:
             request = self._last_request
             self._futures[request] = (kind, future, undo)
         try:
-            self._channel.send(encode(kind, request, REQUESTS[kind], values), patient=True)
+            # Never waiting: an agent that does not read holds nobody up, the deadline of the answer does.
+            self._channel.send(encode(kind, request, REQUESTS[kind], values))
         except Disconnected as error:
             with self._lock:
                 self._futures.pop(request, None)
@@ -129,11 +145,7 @@ class Connection:
 
     def call(self, kind: Kind, values: Sequence[Any], timeout_s: float) -> list[Any]:
         """Sends a request and waits for its answer."""
-        future = self.submit(kind, values)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            raise AgentUnavailable(f"{self._path}: no answer within {timeout_s} s") from None
+        return answer_of(self.submit(kind, values), timeout_s)
 
     @contextlib.contextmanager
     def mapped(self) -> Iterator[int]:
@@ -148,9 +160,7 @@ class Connection:
         reason: TierKVError
         try:
             while True:
-                header, body, fds = self._channel.receive(wait_s=None, message_s=MESSAGE_TIMEOUT_S)
-                if fds:
-                    raise ProtocolError("the agent sent a descriptor that was not asked for")
+                header, body, _ = self._channel.receive(wait_s=None, message_s=MESSAGE_TIMEOUT_S)
                 self._complete(header.kind, header.request, body)
         except (Disconnected, ProtocolError) as error:
             reason = error

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierkv.agent.connection import AgentUnavailable, Connection, LimitReached
-from tierkv.agent.protocol import Kind
+from tierkv.agent.connection import AgentUnavailable, Connection, LimitReached, answer_of
+from tierkv.agent.protocol import MAX_TIMEOUT_S, Kind
 from tierkv.errors import TierKVError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
@@ -38,6 +38,7 @@ _CHUNK_BYTES = 64 << 20
 _ARENA_SHARE = 32
 """A chunk takes at most this share of the arena, so that chunks in flight stay within a client's limits."""
 _AHEAD = 2
+"""Pieces that are asked for while one is copied."""
 _GRACE_S = 1.0
 """How much longer than a job's own deadline its answer is waited for."""
 _LIMIT_PAUSE_S = 0.005
@@ -71,6 +72,9 @@ class Mover:
             threading.Thread(target=self._run, name=f"tierkv-client-{way}", daemon=True)
             for _ in range(threads)
         ]
+        self._threads.append(
+            threading.Thread(target=self._expire, name=f"tierkv-client-{way}-late", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -125,6 +129,24 @@ class Mover:
                     self._running -= 1
                     self._condition.notify_all()
 
+    def _expire(self) -> None:
+        """The thread that settles what is still queued at its deadline: those in front may wait for a stuck agent."""
+        while True:
+            late: list[_Request] = []
+            with self._condition:
+                if self._closing:
+                    return
+                now_s = time.monotonic()
+                late = [request for request in self._queue if request.deadline_s <= now_s]
+                for request in late:
+                    self._queue.remove(request)
+                    self._queued_blocks -= len(request.hashes)
+                if not late:
+                    earliest_s = min((request.deadline_s for request in self._queue), default=now_s + 5.0)
+                    self._condition.wait(max(0.001, min(5.0, earliest_s - now_s)))
+            for request in late:
+                request.job.settle_rest(BlockStatus.TIMEOUT)
+
     def _chunk_blocks(self, connection: Connection, space: Keyspace) -> int:
         slot_bytes = slot_bytes_for(space.block_bytes)
         share = min(_CHUNK_BYTES, connection.arena.size_bytes // _ARENA_SHARE)
@@ -137,19 +159,31 @@ class Mover:
         with self._condition:
             self._condition.wait(_LIMIT_PAUSE_S)
 
+    def _check(self, connection: Connection, request: _Request, where: Where, answer: list[Any]) -> None:
+        """Raises TierKVError unless the agent's answer lies within the piece that was asked for, and the arena."""
+        _, status, offsets = answer
+        most = connection.arena.size_bytes - request.space.block_bytes
+        if not (
+            len(status) == len(offsets) <= where.stop - where.start
+            and (len(status) or not where.stop - where.start)
+            and bool((offsets <= most).all())
+        ):
+            raise TierKVError(f"an answer of the agent that does not fit {where}: {len(status)} blocks")
+
     # Loading
 
     def _load(self, request: _Request) -> None:
         connection = self._client.connection()
         number = self._client.number(connection, request.space)
         step = self._chunk_blocks(connection, request.space)
-        starts = deque(range(0, len(request.hashes), step))
+        todo = _pieces(len(request.hashes), step)
         acquired: deque[tuple[Where, Future[list[Any]]]] = deque()
         released: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
+        ahead = _AHEAD
         try:
-            while starts or acquired:
-                while starts and len(acquired) <= _AHEAD:
-                    where = slice(starts[0], starts.popleft() + step)
+            while todo or acquired:
+                while todo and len(acquired) <= ahead:
+                    where = todo.popleft()
                     acquired.append((where, self._acquire(connection, number, request, where)))
                 where, future = acquired.popleft()
                 try:
@@ -157,9 +191,13 @@ class Mover:
                 except LimitReached:
                     while released:
                         self._settle_released(request, *released.popleft())
-                    self._pause(request)
-                    acquired.appendleft((where, self._acquire(connection, number, request, where)))
+                    todo.appendleft(where)
+                    ahead = 0  # or what was granted for later pieces would keep this one from its turn
+                    if not acquired:
+                        self._pause(request)
                     continue
+                ahead = _AHEAD
+                self._check(connection, request, where, answer)
                 released.append(self._copy_out(connection, request, where, answer))
                 while len(released) > _AHEAD:
                     self._settle_released(request, *released.popleft())
@@ -173,8 +211,7 @@ class Mover:
     def _acquire(
         self, connection: Connection, number: int, request: _Request, where: Where
     ) -> Future[list[Any]]:
-        left_s = max(0.001, request.deadline_s - time.monotonic())
-        values = (number, request.part, left_s, request.hashes[where])
+        values = (number, request.part, _left_s(request), request.hashes[where])
         return connection.submit(Kind.ACQUIRE, values, undo=_release)
 
     def _copy_out(
@@ -214,13 +251,14 @@ class Mover:
         connection = self._client.connection()
         number = self._client.number(connection, request.space)
         step = self._chunk_blocks(connection, request.space)
-        starts = deque(range(0, len(request.hashes), step))
+        todo = _pieces(len(request.hashes), step)
         reserved: deque[tuple[Where, Future[list[Any]]]] = deque()
         committed: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
+        ahead = _AHEAD
         try:
-            while starts or reserved:
-                while starts and len(reserved) < _AHEAD:
-                    where = slice(starts[0], min(starts.popleft() + step, len(request.hashes)))
+            while todo or reserved:
+                while todo and len(reserved) <= ahead:
+                    where = todo.popleft()
                     reserved.append((where, self._reserve(connection, number, request, where)))
                 where, future = reserved.popleft()
                 try:
@@ -228,14 +266,17 @@ class Mover:
                 except LimitReached:
                     while committed:
                         self._settle_committed(request, *committed.popleft())
-                    self._pause(request)
-                    reserved.appendleft((where, self._reserve(connection, number, request, where)))
+                    todo.appendleft(where)
+                    ahead = 0  # or what was granted for later pieces would keep this one from its turn
+                    if not reserved:
+                        self._pause(request)
                     continue
+                self._check(connection, request, where, answer)
                 committed.append(self._copy_in(connection, request, where, answer))
                 granted = where.start + len(answer[1])
+                ahead = _AHEAD if granted == where.stop else 0
                 if granted < where.stop:  # the agent took only the first ones for now
-                    rest = slice(granted, where.stop)
-                    reserved.appendleft((rest, self._reserve(connection, number, request, rest)))
+                    todo.appendleft(slice(granted, where.stop))
                 while len(committed) > _AHEAD:
                     self._settle_committed(request, *committed.popleft())
         finally:
@@ -248,8 +289,7 @@ class Mover:
     def _reserve(
         self, connection: Connection, number: int, request: _Request, where: Where
     ) -> Future[list[Any]]:
-        left_s = max(0.001, request.deadline_s - time.monotonic())
-        values = (number, request.part, left_s, request.hashes[where])
+        values = (number, request.part, _left_s(request), request.hashes[where])
         return connection.submit(Kind.RESERVE, values, undo=_give_up)
 
     def _copy_in(
@@ -258,7 +298,7 @@ class Mover:
         """Copies into the granted slots and commits: (positions, future of their statuses)."""
         reservation, status, offsets = answer
         positions = np.arange(where.start, where.start + len(status))
-        granted = offsets >= 0
+        granted = (status == BlockStatus.OK) & (offsets >= 0)
         written = 0
         try:
             if time.monotonic() < request.deadline_s:
@@ -270,6 +310,8 @@ class Mover:
                 written = 1
         finally:
             future = connection.submit(Kind.COMMIT, (reservation, written))
+        if not written:
+            request.job.settle(positions[granted], BlockStatus.TIMEOUT)
         return positions, future
 
     def _settle_committed(self, request: _Request, positions: np.ndarray, future: Future[list[Any]]) -> None:
@@ -292,12 +334,15 @@ class Mover:
 
 def _answer(future: Future[list[Any]], deadline_s: float) -> list[Any]:
     """The answer of a request; AgentUnavailable if it is later than the deadline and a little."""
-    try:
-        return future.result(max(0.0, deadline_s - time.monotonic()) + _GRACE_S)
-    except TimeoutError:
-        if not future.cancel():
-            return future.result(0)
-        raise AgentUnavailable("the agent did not answer in time") from None
+    return answer_of(future, deadline_s + _GRACE_S - time.monotonic())
+
+
+def _pieces(count: int, step: int) -> deque[Where]:
+    return deque(slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _left_s(request: _Request) -> float:
+    return min(MAX_TIMEOUT_S, max(0.001, request.deadline_s - time.monotonic()))
 
 
 def _release(connection: Connection, answer: list[Any]) -> None:
@@ -312,6 +357,6 @@ def _undo(connection: Connection, done: Future[list[Any]], undo: Any) -> None:
     """Undoes an answer that came although its request was given up."""
     if done.exception() is None:
         try:
-            undo(connection, done.result())
+            undo(connection, done.result(0))
         except AgentUnavailable:
             pass  # the agent gave everything back when the connection ended

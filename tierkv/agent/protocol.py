@@ -105,7 +105,10 @@ class Integer:
     most: int = (1 << 63) - 1
 
     def encode(self, value: Any) -> bytes:
-        return _INTEGER.pack(int(value))
+        number = int(value)
+        if not self.least <= number <= self.most:
+            raise ArgumentError(f"{self.name} is {value}: it must be within {self.least}..{self.most}")
+        return _INTEGER.pack(number)
 
     def decode(self, data: memoryview) -> int:
         if len(data) != _INTEGER.size:
@@ -125,7 +128,10 @@ class Real:
     most: float = 1e9
 
     def encode(self, value: Any) -> bytes:
-        return _REAL.pack(float(value))
+        number = float(value)
+        if not self.least <= number <= self.most:  # also false for NaN
+            raise ArgumentError(f"{self.name} is {value}: it must be within {self.least}..{self.most}")
+        return _REAL.pack(number)
 
     def decode(self, data: memoryview) -> float:
         if len(data) != _REAL.size:
@@ -172,15 +178,19 @@ _QUERIES: tuple[Field, ...] = (
     Array("counts", "<u4", most=1024),
     _HASHES,
 )
-_TIMEOUT = Real("timeout_s", 0.0, 3600.0)
+MAX_TIMEOUT_S: Final = 3600.0
+MIN_TTL_S: Final = 1e-6
+MAX_TTL_S: Final = 86400.0
+_TIMEOUT = Real("timeout_s", 0.0, MAX_TIMEOUT_S)
+_TTL = Real("ttl_s", MIN_TTL_S, MAX_TTL_S)
 
 REQUESTS: Final[dict[Kind, tuple[Field, ...]]] = {
     Kind.HELLO: (Text("client"),),
     Kind.OPEN: (Text("spec"),),
     Kind.MATCH: (_SPACE, _HASHES),
     Kind.LOOKUP: _QUERIES,
-    Kind.LEASE: (Real("ttl_s", 1e-6, 86400.0), *_QUERIES),
-    Kind.EXTEND: (_LEASE, Real("ttl_s", 1e-6, 86400.0)),
+    Kind.LEASE: (_TTL, *_QUERIES),
+    Kind.EXTEND: (_LEASE, _TTL),
     Kind.RELEASE: (_LEASE,),
     Kind.STAGE: (_LEASE, _TIMEOUT),
     Kind.RESERVE: (_SPACE, Integer("part", 0, 63), _TIMEOUT, _HASHES),

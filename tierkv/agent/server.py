@@ -44,6 +44,7 @@ class AgentServer:
     def __init__(self, config: AgentConfig, *, clock: Clock | None = None) -> None:
         """Opens the socket and the tiers. LockedError if another agent serves the socket or owns a directory."""
         self.config = config
+        self._clock = clock
         self._path = Path(config.socket)
         self._lock_file = self._take_socket()
         try:
@@ -210,7 +211,9 @@ class AgentServer:
             if len(self._sessions) >= self.config.max_clients:
                 refusal = f"{len(self._sessions)} clients are attached, which is the limit: raise max_clients"
             if refusal is None:
-                session = Session(self.store, self.config, channel, f"pid {pid}", self._slow, self.stats)
+                session = Session(
+                    self.store, self.config, channel, f"pid {pid}", self._slow, self.stats, self._clock
+                )
                 thread = threading.Thread(
                     target=self._serve, args=(session,), name=f"tierkv-{pid}", daemon=True
                 )
@@ -221,7 +224,12 @@ class AgentServer:
                 channel.send(encode(Kind.REFUSAL, 0, REFUSAL, ("LimitError", refusal)))
             channel.close()
             return
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had
+            with self._lock:
+                self._sessions.pop(session, None)
+            raise
 
     def _serve(self, session: Session) -> None:
         try:

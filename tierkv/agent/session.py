@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
@@ -30,6 +31,7 @@ from tierkv.agent.protocol import (
     encode,
     unpack_queries,
 )
+from tierkv.clock import Clock, SystemClock
 from tierkv.config import AgentConfig
 from tierkv.errors import ArgumentError, KeyspaceError, TierKVError
 from tierkv.jobs import Job
@@ -52,6 +54,50 @@ class LimitError(TierKVError):
     """A client asked for more than one client may hold."""
 
 
+class _Leases:
+    """Leases of one client and the bytes of the blocks that they hold. Under the session's lock."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.size_bytes = 0
+        self._held: dict[int, tuple[Lease, int, float]] = {}
+
+    def add(self, lease: Lease, blocks: int, size_bytes: int, now_s: float, deadline_s: float) -> bool:
+        """False if that is more than the client may hold: a single block, however large, it always may."""
+        if self._is_full(blocks, size_bytes):
+            # What ended by itself, without a word, does not count.
+            for number in [number for number, (_, _, end_s) in self._held.items() if end_s <= now_s]:
+                self.pop(number)
+            if self._is_full(blocks, size_bytes):
+                return False
+        self._held[lease.number] = (lease, size_bytes, deadline_s)
+        self.size_bytes += size_bytes
+        return True
+
+    def _is_full(self, blocks: int, size_bytes: int) -> bool:
+        over = self.size_bytes + size_bytes > self.max_bytes
+        return (over and (self.size_bytes > 0 or blocks > 1)) or len(self._held) >= MAX_LEASES
+
+    def get(self, number: int) -> Lease | None:
+        return self._held[number][0] if number in self._held else None
+
+    def extend(self, number: int, deadline_s: float) -> None:
+        if number in self._held:
+            lease, size_bytes, _ = self._held[number]
+            self._held[number] = (lease, size_bytes, deadline_s)
+
+    def pop(self, number: int) -> Lease | None:
+        lease, size_bytes, _ = self._held.pop(number, (None, 0, 0.0))
+        self.size_bytes -= size_bytes
+        return lease
+
+    def take_all(self) -> list[Lease]:
+        leases = [lease for lease, _, _ in self._held.values()]
+        self._held.clear()
+        self.size_bytes = 0
+        return leases
+
+
 class Session:
     """Serves one client until it goes."""
 
@@ -63,27 +109,31 @@ class Session:
         peer: str,
         slow: Executor,
         stats: Callable[[], StoreStats] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`stats`: what STATS is answered with; the store's, if None."""
+        """`stats`: what STATS is answered with; the store's, if None. `clock`: the store's, for deadlines of leases."""
         self._store = store
         self._config = config
         self._channel = channel
         self.peer = peer
         self.name = peer
         self._slow = slow
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._clock = clock or SystemClock()
         self._all_stats = stats or store.stats
         self._lock = threading.Lock()
         self._ended = False
         self._under_way = 0
         self._spaces: dict[int, Keyspace] = {}
-        self._leases: dict[int, tuple[Lease, int]] = {}
-        self._leased_bytes = 0
         self._reservations: dict[int, tuple[Reservation, int]] = {}
         self._reserved_bytes = 0
         self._last_reservation = 0
         arena_bytes = store.arena.size_bytes
         self._max_reserved_bytes = config.max_reserved_bytes or arena_bytes // 4
-        self._max_leased_bytes = config.max_leased_bytes or arena_bytes // 2
+        max_leased_bytes = config.max_leased_bytes or arena_bytes // 2
+        self._leases = _Leases(max_leased_bytes)
+        # Apart, so that a client can load what it has leased; half, so that it cannot hold all of DRAM with both.
+        self._loads = _Leases(max_leased_bytes // 2)
         self._handlers: dict[Kind, Callable[[int, list[Any]], None]] = {
             Kind.OPEN: self._open,
             Kind.MATCH: self._match,
@@ -108,7 +158,7 @@ class Session:
 
     @property
     def leased_bytes(self) -> int:
-        return self._leased_bytes
+        return self._leases.size_bytes + self._loads.size_bytes
 
     # The conversation
 
@@ -117,9 +167,7 @@ class Session:
         try:
             self._greet()
             while True:
-                header, body, fds = self._channel.receive(wait_s=None, message_s=MESSAGE_TIMEOUT_S)
-                if fds:
-                    raise ProtocolError("a client sent file descriptors")
+                header, body, _ = self._channel.receive(wait_s=None, message_s=MESSAGE_TIMEOUT_S)
                 self._serve(header.kind, header.request, body)
         except Disconnected as reason:
             log.info("%s: %s", self.name, reason)
@@ -186,7 +234,7 @@ class Session:
             pass  # as above
 
     def _later(self, request: int, work: Callable[[], None]) -> None:
-        """Runs what may take long on another thread."""
+        """Runs what may take long on another thread, one such request of a client at a time: its others wait."""
 
         def run() -> None:
             try:
@@ -196,8 +244,24 @@ class Session:
             except Exception as error:  # the client waits for an answer
                 log.exception("%s: a request failed", self.name)
                 self._done(request, TierKVError(f"the agent failed: {error!r}"))
+            finally:
+                with self._lock:
+                    self._waiting.popleft()
+                    following = self._waiting[0] if self._waiting and not self._ended else None
+                if following is not None:
+                    self._submit_slow(following)
 
-        self._slow.submit(run)
+        with self._lock:
+            self._waiting.append(run)
+            if len(self._waiting) > 1:
+                return
+        self._submit_slow(run)
+
+    def _submit_slow(self, run: Callable[[], None]) -> None:
+        try:
+            self._slow.submit(run)
+        except RuntimeError:  # the agent ends, and this connection with it
+            log.debug("%s: the agent ends before a request is served", self.name)
 
     def _space(self, number: int) -> Keyspace:
         space = self._spaces.get(number)
@@ -229,44 +293,50 @@ class Session:
 
     # Leases
 
-    def _keep(self, lease: Lease) -> int:
+    def _keep(self, leases: _Leases, lease: Lease, ttl_s: float) -> int:
         """Takes a lease into the client's account, or ends it and raises LimitError."""
+        blocks = sum(int(np.count_nonzero(held)) for held in lease.held)
         size = sum(
             int(np.count_nonzero(held)) * slot_bytes_for(space.block_bytes)
             for (space, _), held in zip(lease.queries, lease.held, strict=True)
         )
+        now_s = self._clock.monotonic_s()
         with self._lock:
-            full = self._leased_bytes + size > self._max_leased_bytes or len(self._leases) >= MAX_LEASES
-            gone = self._ended
-            if not full and not gone:
-                self._leases[lease.number] = (lease, size)
-                self._leased_bytes += size
-        if full or gone:
+            kept = not self._ended and leases.add(lease, blocks, size, now_s, now_s + ttl_s)
+        if not kept:
             lease.release()
             raise LimitError(
-                f"leases of {self._leased_bytes + size} bytes: one client may hold {self._max_leased_bytes} bytes in "
-                f"{MAX_LEASES} leases; release some, or raise max_leased_bytes"
+                f"{size} bytes more than the {leases.size_bytes} that are held by leases: one client may hold "
+                f"{leases.max_bytes} bytes in {MAX_LEASES} leases; release some, or raise max_leased_bytes"
             )
         return lease.number
 
+    def _find(self, number: int) -> Lease | None:
+        with self._lock:
+            return self._leases.get(number) or self._loads.get(number)
+
     def _drop(self, number: int) -> Lease | None:
         with self._lock:
-            lease, size = self._leases.pop(number, (None, 0))
-            self._leased_bytes -= size
-        return lease
+            return self._leases.pop(number) or self._loads.pop(number)
 
     def _lease(self, request: int, values: list[Any]) -> None:
         ttl_s = min(values[0], self._config.max_lease_s)
         queries = [(self._space(number), hashes) for number, hashes in unpack_queries(*values[1:])]
         lease = self._store.lease(queries, ttl_s)
-        number = self._keep(lease)
+        number = self._keep(self._leases, lease, ttl_s)
         held = np.concatenate([np.empty(0, np.uint8), *(flags.view(np.uint8) for flags in lease.held)])
         self._answer(Kind.LEASE, request, number, held)
 
     def _extend(self, request: int, values: list[Any]) -> None:
-        lease, _ = self._leases.get(values[0], (None, 0))
-        alive = lease is not None and lease.extend(min(values[1], self._config.max_lease_s))
-        if not alive:
+        lease = self._find(values[0])
+        ttl_s = min(values[1], self._config.max_lease_s)
+        now_s = self._clock.monotonic_s()
+        alive = lease is not None and lease.extend(ttl_s)
+        if alive:
+            with self._lock:
+                self._leases.extend(values[0], now_s + ttl_s)
+                self._loads.extend(values[0], now_s + ttl_s)
+        else:
             self._drop(values[0])
         self._answer(Kind.EXTEND, request, int(alive))
 
@@ -275,7 +345,7 @@ class Session:
         self._answer(Kind.RELEASE, request, int(lease is not None and lease.release()))
 
     def _stage(self, request: int, values: list[Any]) -> None:
-        lease, _ = self._leases.get(values[0], (None, 0))
+        lease = self._find(values[0])
         if lease is None:
             raise ArgumentError(f"lease {values[0]} is not one of this client, or has ended")
         job = self._store.stage(lease, values[1] or None, make_room=True)
@@ -291,6 +361,8 @@ class Session:
             if len(self._reservations) >= MAX_RESERVATIONS:
                 raise LimitError(f"a client may hold {MAX_RESERVATIONS} reservations: commit some")
             fits = min(len(hashes), max(0, self._max_reserved_bytes - self._reserved_bytes) // slot_bytes)
+            if not self._reserved_bytes:
+                fits = max(fits, min(1, len(hashes)))  # one block, however large, or it could never be saved
             if not fits and len(hashes):
                 raise LimitError(
                     f"{self._reserved_bytes} bytes are reserved, one client may hold {self._max_reserved_bytes}: "
@@ -308,9 +380,6 @@ class Session:
             raise
         with self._lock:
             self._reservations[own] = (reservation, size)
-            ended = self._ended
-        if ended:
-            self._end_reservation(own, written=False)
 
         def granted(job: Job) -> None:
             slots = reservation.slots
@@ -326,31 +395,38 @@ class Session:
         self._answer(Kind.COMMIT, request, status)
 
     def _end_reservation(self, number: int, *, written: bool) -> np.ndarray | None:
+        """Ends a reservation; None if there is none of this number. Its bytes count until its slots are given back."""
         with self._lock:
             reservation, size = self._reservations.pop(number, (None, 0))
         if reservation is None:
             return None
-        if written and not reservation.job.done():
+
+        def give_back(_: Job) -> None:
             reservation.abort()
-            written = False
+            with self._lock:
+                self._reserved_bytes -= size
+
+        if (
+            not reservation.job.done()
+        ):  # the slots are still to be granted: they are given back when they come
+            reservation.job.add_done_callback(give_back)
+            return np.full(reservation.job.count, BlockStatus.CANCELLED, np.uint8)
         status = reservation.commit() if written else reservation.job.status
-        reservation.abort()
-        with self._lock:
-            self._reserved_bytes -= size
+        give_back(reservation.job)
         return status
 
     # Loading: the blocks are leased and brought to DRAM, the client copies them and releases the lease
 
     def _acquire(self, request: int, values: list[Any]) -> None:
-        check_part(space, part)
         number, part, timeout_s, hashes = values
         space = self._space(number)
+        check_part(space, part)
         lease = self._store.lease([(space, hashes)], self._config.max_lease_s)
-        own = self._keep(lease)
+        own = self._keep(self._loads, lease, self._config.max_lease_s)
         job = self._store.stage(lease, timeout_s or None, make_room=True, load_part=part)
 
         def staged(done: Job) -> None:
-            slots = self._store.dram_slots(space, hashes)
+            slots = self._store.dram_slots(lease, space, hashes)
             there = (done.status == BlockStatus.OK) & (slots != NO_SLOT)
             status = np.where(there, done.status, np.where(done.status == 0, BlockStatus.MISS, done.status))
             offsets = np.where(there, slots.astype(np.int64) * SLOT_GRANULE_BYTES, -1)
@@ -378,10 +454,8 @@ class Session:
     def _give_all_back(self) -> None:
         with self._lock:
             self._ended = True
-            leases = [lease for lease, _ in self._leases.values()]
+            leases = [*self._leases.take_all(), *self._loads.take_all()]
             reservations = list(self._reservations)
-            self._leases.clear()
-            self._leased_bytes = 0
         for lease in leases:
             lease.release()
         for number in reservations:

@@ -32,10 +32,11 @@ from tierkv.store.sharing import Sharing
 from tierkv.store.statistics import StoreStats
 from tierkv.store.writing import Writers
 from tierkv.tiers.base import Tier
-from tierkv.types import NO_TIER, BoolArray, HashArray, SlotArray, TierKind, UInt8Array
+from tierkv.types import NO_SLOT, NO_TIER, BoolArray, HashArray, SlotArray, TierKind, UInt8Array
 
 Query = tuple[Keyspace, HashArray]
 _TICK_S = 0.2
+_DRAM_ONLY = bytes([TierKind.DRAM])
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -301,9 +302,17 @@ class Store:
             space, hashes, part, timeout_or(timeout_s, self._core.config.save_timeout_s)
         )
 
-    def dram_slots(self, space: Keyspace, hashes: HashArray) -> SlotArray:
-        """(n,) uint32: where the blocks are in DRAM now, NO_SLOT where they are not. Only what a lease holds stays."""
-        return self._core.index.resolve(space.number, self._checked(space, hashes), TierKind.DRAM)[0]
+    def dram_slots(self, lease: Lease, space: Keyspace, hashes: HashArray) -> SlotArray:
+        """Holds the blocks' DRAM copies by `lease` too: (n,) uint32 their slots, NO_SLOT where there is none.
+
+        The slots stay what they are until the lease ends; whether it has, only its release() tells.
+        """
+        index, hashes = self._core.index, self._checked(space, hashes)
+        slots, generations = index.resolve(space.number, hashes, TierKind.DRAM)
+        leased = index.lease_add(lease.number, space.number, hashes, _DRAM_ONLY) != NO_TIER
+        # Removed and saved again in between: it may be another copy that is held, and that only for others.
+        held = leased & index.valid(space.number, hashes, TierKind.DRAM, slots, generations)
+        return np.where(held, slots, np.uint32(NO_SLOT))
 
     # Removing
 

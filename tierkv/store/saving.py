@@ -33,6 +33,7 @@ _CHUNK_BYTES = 256 << 20
 _NO_SLOTS = np.empty(0, np.uint32)
 _DRAM_ONLY = bytes([TierKind.DRAM])
 _GRANT_TIMEOUT_S = 120.0
+_MAX_PARTS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -339,7 +340,8 @@ class Saver:
         elif len(granted):
             self._commit(request, reserved)
             # Given up meanwhile (deadline, clear, remove): neither known nor pending any more.
-            arguments = (core.size_class(space), request.part, len(space.part_bytes), 0.0)
+            # Asked with a number of parts that no pending block has, so that nothing is reserved by asking.
+            arguments = (core.size_class(space), 0, len(space.part_bytes) % _MAX_PARTS + 1, 0.0)
             outcome = core.index.reserve(space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments)[0]
             lost = (outcome == RESERVE_NO_SLOT) & (core.index.lookup(space.number, hashes) == 0)
             status[granted[lost]] = BlockStatus.CANCELLED
