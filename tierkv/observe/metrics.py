@@ -99,9 +99,6 @@ class MetricsServer:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="tierkv-metrics", daemon=True)
         self._thread.start()
-        log.info(
-            "metrics: http://%s:%d/metrics", f"[{self._host}]" if ":" in self._host else self._host, self.port
-        )
 
     def stop(self) -> None:
         """Ends serving and closes every connection. Idempotent."""
