@@ -1,4 +1,5 @@
-// Looking up, adding, pins and removing; index_scan.cpp has the calls that walk records, and the check.
+// Looking up, adding, pins and removing; index_leases.cpp has what ends by itself, index_scan.cpp the calls that walk
+// records, and the check.
 #include "index.hpp"
 
 #include <algorithm>
@@ -7,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "checks.hpp"
+
 namespace tierkv {
 namespace {
 
@@ -14,42 +17,6 @@ namespace {
 constexpr size_t kGroup = 32;
 // How far batch loops over records fetch ahead.
 constexpr size_t kAhead = 16;
-
-[[noreturn]] void refuse(const std::string& message) {
-    throw std::invalid_argument(message);
-}
-
-void check_tier(uint32_t tier) {
-    if (tier >= kTierCount) refuse("tier must be within 0..3, got " + std::to_string(tier));
-}
-
-void check_class(uint32_t size_class) {
-    if (size_class > 255) refuse("size_class must be within 0..255, got " + std::to_string(size_class));
-}
-
-void check_mask(uint32_t tier_mask) {
-    if (tier_mask > 15) refuse("tier_mask must be within 0..15, got " + std::to_string(tier_mask));
-}
-
-void check_size(const char* what, size_t size, size_t expected) {
-    if (size != expected) {
-        refuse(std::string(what) + ": expected " + std::to_string(expected) + " entries, got " + std::to_string(size));
-    }
-}
-
-void check_slots(std::span<const uint32_t> slots) {
-    for (const uint32_t slot : slots) {
-        if (slot == kNoSlot) refuse("slots must not contain NO_SLOT");
-    }
-}
-
-void check_order(std::span<const uint8_t> tier_order) {
-    for (const uint8_t tier : tier_order) check_tier(tier);
-}
-
-void check_deadline(double deadline) {
-    if (std::isnan(deadline)) refuse("deadline must not be NaN");
-}
 
 }  // namespace
 
@@ -676,76 +643,6 @@ std::deque<Freed> Index::take_freed(uint32_t tier) {
     const std::lock_guard lock(mutex_);
     taken.swap(freed_[tier]);
     return taken;
-}
-
-uint64_t Index::lease(double deadline) {
-    check_deadline(deadline);
-    const std::lock_guard lock(mutex_);
-    leases_[last_lease_ + 1].deadline = deadline;
-    return ++last_lease_;
-}
-
-void Index::lease_add(uint64_t lease, uint32_t space, HashSpan hashes, std::span<const uint8_t> tier_order,
-                      std::span<uint8_t> tiers) {
-    check_order(tier_order);
-    const std::lock_guard lock(mutex_);
-    const auto found = leases_.find(lease);
-    if (found == leases_.end()) {
-        std::fill(tiers.begin(), tiers.end(), kNoTier);
-        return;
-    }
-    std::vector<uint32_t>& held = found->second.handles;
-    const size_t before = held.size();
-    std::vector<uint32_t> unused(hashes.count);
-    find_all(space, hashes);
-    held.resize(before + hashes.count);
-    const std::span<uint32_t> handles(held.data() + before, hashes.count);
-    acquire_found(tier_order, {tiers, unused, unused, handles});
-    held.erase(std::remove(held.begin() + static_cast<ptrdiff_t>(before), held.end(), kNoSlot), held.end());
-}
-
-bool Index::lease_extend(uint64_t lease, double deadline) {
-    check_deadline(deadline);
-    const std::lock_guard lock(mutex_);
-    const auto found = leases_.find(lease);
-    if (found == leases_.end()) return false;
-    found->second.deadline = deadline;
-    return true;
-}
-
-void Index::end_lease(std::unordered_map<uint64_t, Lease>::iterator lease) {
-    const std::vector<uint32_t>& handles = lease->second.handles;
-    for (size_t k = 0; k < handles.size(); ++k) {
-        if (k + kAhead < handles.size()) residencies_.prefetch(handles[k + kAhead]);
-        unpin(handles[k]);
-    }
-    leases_.erase(lease);
-}
-
-bool Index::lease_release(uint64_t lease) {
-    const std::lock_guard lock(mutex_);
-    const auto found = leases_.find(lease);
-    if (found == leases_.end()) return false;
-    end_lease(found);
-    return true;
-}
-
-std::pair<size_t, size_t> Index::expire(double now) {
-    check_deadline(now);
-    const std::lock_guard lock(mutex_);
-    std::pair<size_t, size_t> ended{0, 0};
-    for (auto at = leases_.begin(); at != leases_.end();) {
-        const auto lease = at++;
-        if (lease->second.deadline > now) continue;
-        end_lease(lease);
-        ++ended.first;
-    }
-    for (const Pending& pending : pending_) {
-        if (pending.residency == kNone || pending.deadline > now) continue;
-        doom(pending.residency);
-        ++ended.second;
-    }
-    return ended;
 }
 
 }  // namespace tierkv

@@ -25,8 +25,6 @@
 
 namespace tierkv {
 
-constexpr uint32_t kNoSlot = 0xFFFF'FFFF;
-constexpr uint8_t kNoTier = 0xFF;
 constexpr uint8_t kFlagReused = 1;
 constexpr uint32_t kMostParts = 64;
 

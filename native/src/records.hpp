@@ -10,6 +10,8 @@
 namespace tierkv {
 
 constexpr uint32_t kTierCount = 4;
+constexpr uint32_t kNoSlot = 0xFFFF'FFFF;
+constexpr uint8_t kNoTier = 0xFF;
 constexpr uint32_t kHashBytes = 32;
 
 // A block: its name and the list of its residencies. `head` holds the number of the first one in its low 28 bits and
