@@ -229,3 +229,10 @@ def test_any_mapping_gives_a_config_or_an_error_of_ours(fields: dict) -> None:
         config_from_mapping(fields)
     except TierKVError:
         pass
+
+
+def test_a_bad_size_names_its_file_and_key(tmp_path: Path) -> None:
+    place = tmp_path / "store.toml"
+    place.write_text('[dram]\ncapacity_bytes = "lots"\n')
+    with pytest.raises(ConfigError, match=r"store\.toml: dram\.capacity_bytes: 'lots' is not a size"):
+        load_config(place)

@@ -168,22 +168,22 @@ def parse_bytes(value: int | str, where: str = "size") -> int:
 
 
 def _with_sizes(node: Any, where: str) -> Any:
-    if isinstance(node, Mapping):
-        converted = {}
-        for key, value in node.items():
-            place = f"{where}.{key}" if where else str(key)
-            if str(key).endswith("_bytes") and isinstance(value, str):
-                converted[key] = parse_bytes(value, place)
-            else:
-                converted[key] = _with_sizes(value, place)
-        return converted
-    return node
+    """The settings with sizes in text made integers; `where` is what stands before a key in messages."""
+    if not isinstance(node, Mapping):
+        return node
+    converted = {}
+    for key, value in node.items():
+        if str(key).endswith("_bytes") and isinstance(value, str):
+            converted[key] = parse_bytes(value, f"{where}{key}")
+        else:
+            converted[key] = _with_sizes(value, f"{where}{key}.")
+    return converted
 
 
 def config_from_mapping(fields: Mapping[str, Any], source: str = "config") -> StoreConfig:
     """Builds and checks a StoreConfig; ConfigError says which key of `source` is wrong."""
     try:
-        config = msgspec.convert(_with_sizes(fields, ""), type=StoreConfig)
+        config = msgspec.convert(_with_sizes(fields, f"{source}: "), type=StoreConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
     validate(config, source)
@@ -234,7 +234,7 @@ def _read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 def agent_config_from_mapping(fields: Mapping[str, Any], source: str = "config") -> AgentConfig:
     """Builds and checks an AgentConfig; ConfigError says which key of `source` is wrong."""
     try:
-        config = msgspec.convert(_with_sizes(fields, ""), type=AgentConfig)
+        config = msgspec.convert(_with_sizes(fields, f"{source}: "), type=AgentConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
     validate(config.store, f"{source}: store")

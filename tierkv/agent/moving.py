@@ -14,10 +14,11 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from tierkv._native import CopyPool
 from tierkv.agent.connection import AgentUnavailable, Connection, LimitReached, answer_of
 from tierkv.agent.protocol import MAX_TIMEOUT_S, Kind
 from tierkv.errors import TierKVError
@@ -26,9 +27,6 @@ from tierkv.jobs import Job
 from tierkv.keys import Keyspace
 from tierkv.memory import slot_bytes_for
 from tierkv.types import BlockStatus, HashArray
-
-if TYPE_CHECKING:
-    from tierkv.agent.client import AgentStore
 
 log = logging.getLogger("tierkv.client")
 
@@ -46,6 +44,17 @@ _LIMIT_PAUSE_S = 0.005
 Where = slice
 
 
+class Client(Protocol):
+    """What a mover needs of the client it moves for."""
+
+    @property
+    def pool(self) -> CopyPool: ...
+
+    def connection(self) -> Connection: ...
+
+    def number(self, connection: Connection, space: Keyspace) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     space: Keyspace
@@ -59,7 +68,7 @@ class _Request:
 class Mover:
     """`way` is 'load' or 'save'."""
 
-    def __init__(self, client: AgentStore, way: str, threads: int) -> None:
+    def __init__(self, client: Client, way: str, threads: int) -> None:
         self._client = client
         self._move = self._load if way == "load" else self._save
         self._lost = BlockStatus.TIMEOUT if way == "load" else BlockStatus.DROPPED

@@ -34,6 +34,7 @@ log = logging.getLogger("tierkv.store")
 
 LOOKUP_ORDER = bytes([TierKind.DRAM, TierKind.NVME, TierKind.DFS])
 _MAX_CLASSES = 255
+_CLOSING_NOTICED_S = 0.25
 
 
 class Core:
@@ -201,12 +202,19 @@ class Core:
 
     # Transfers
 
-    def write(self, kind: TierKind, batch: Batch, timeout_s: float) -> tuple[Job, bool]:
+    def wait(self, job: Job, deadline_s: float) -> bool:
+        """Waits for a job; False at the deadline (time.monotonic()), or soon after the store begins to close."""
+        while not job.wait(min(_CLOSING_NOTICED_S, max(0.0, deadline_s - time.monotonic()))):
+            if self.closing.is_set() or time.monotonic() >= deadline_s:
+                return job.done()
+        return True
+
+    def write(self, kind: TierKind, batch: Batch, deadline_s: float) -> tuple[Job, bool]:
         """Writes a batch to a tier and waits for it: (job, whether it was done in time)."""
         since_s = self.counters.begin(kind, "write")
         job = self.tiers[kind].submit_write(batch)
         job.add_done_callback(lambda done: self._written(kind, batch, done, since_s))
-        return job, job.wait(timeout_s)
+        return job, self.wait(job, deadline_s)
 
     def _written(self, kind: TierKind, batch: Batch, job: Job, since_s: float) -> None:
         self.counters.end(kind, "write", since_s)

@@ -227,7 +227,7 @@ class Loader:
     def _run_slow(self) -> None:
         while (request := _next(self._slow)) is not None:
             work = _Work({kind: deque() for kind in self._core.lower}, dict.fromkeys(self._core.lower, 0))
-            ticket = self._room.enter()
+            ticket = self._room.enter(down=False)
             try:
                 self._load_from_lower(request, work)
             except Exception:  # the thread must survive; nobody may wait for ever

@@ -27,6 +27,7 @@ _CHUNK_BYTES = 128 << 20
 _STAGED_BLOCKS = 16
 _SLAB_CANDIDATES = 256
 _SLABS_TRIED = 8
+_MOST_REFUSALS = 8
 _NO_SLOTS = np.empty(0, np.uint32)
 
 
@@ -56,7 +57,7 @@ class Room:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._lock = threading.Lock()
-        self._moving: set[int] = set()
+        self._moving: dict[int, bool] = {}
         self._last_ticket = 0
         self._ahead_wanted = threading.Event()
         self._ahead = threading.Thread(target=self._run_ahead, name="tierkv-ahead", daemon=True)
@@ -64,23 +65,24 @@ class Room:
 
     # Who is at work: an allocation that finds everything pinned waits only while somebody may unpin something.
 
-    def enter(self) -> int:
-        """A transfer that pins blocks for a while begins; returns its ticket for leave()."""
+    def enter(self, *, down: bool = True) -> int:
+        """A transfer that pins blocks for a while begins, to a lower tier or (a load) not; its ticket for leave()."""
         with self._lock:
             self._last_ticket += 1
-            self._moving.add(self._last_ticket)
+            self._moving[self._last_ticket] = down
             return self._last_ticket
 
     def leave(self, ticket: int) -> None:
         with self._lock:
-            self._moving.discard(ticket)
+            self._moving.pop(ticket, None)
         self._core.announce()
 
     def wait_for_current(self, deadline_s: float) -> bool:
-        """Waits until the transfers that are under way now have ended; False at the deadline (time.monotonic())."""
+        """Waits until the writes to lower tiers that are under way now have ended; False at the deadline
+        (time.monotonic()). Loads bring nothing down, and are not waited for."""
         with self._lock:
-            current = set(self._moving)
-        while current & self._moving:
+            current = {ticket for ticket, down in self._moving.items() if down}
+        while current & self._moving.keys():
             if not wait_for_change(self._core, deadline_s):
                 return False
         return True
@@ -102,6 +104,7 @@ class Room:
         """
         core, tier = self._core, self._core.tiers[kind]
         count = min(count, tier.info.capacity_bytes // slot_bytes_for(space.block_bytes))
+        refusals = 0
         try:
             while count > 0:
                 core.drain(kind)
@@ -109,10 +112,16 @@ class Room:
                 if slots is not None:
                     return slots
                 missing = count - tier.available(space)
-                if missing > 0 and self._evict(kind, space, missing, may_write, deadline_s):
+                if missing <= 0:  # somebody else gave back, or the tier refuses what it says it has
+                    refusals += 1
+                    if refusals > _MOST_REFUSALS:
+                        break
                     continue
-                waits = patient and may_write and bool(self._moving)
-                if missing > 0 and waits and wait_for_change(core, deadline_s):
+                late = time.monotonic() >= deadline_s or core.closing.is_set()
+                if not late and self._evict(kind, space, missing, may_write, deadline_s):
+                    continue
+                waits = patient and may_write and not late and bool(self._moving)
+                if waits and wait_for_change(core, deadline_s):
                     continue
                 count = min(count, tier.available(space))
             return _NO_SLOTS
@@ -272,7 +281,7 @@ class Room:
         since_s = core.counters.begin(kind, "read")
         job = core.tiers[kind].submit_read(core.batch(space, piece.hashes, piece.slots, addresses))
         job.add_done_callback(lambda done: self._read(kind, space, done, since_s))
-        if not job.wait(max(0.0, deadline_s - time.monotonic())):
+        if not core.wait(job, deadline_s):
 
             def give_up() -> None:
                 core.index.erase(piece.handles)
@@ -325,7 +334,7 @@ class Room:
         if not len(taken):
             end()
             return 0
-        job, in_time = core.write(target, batch, max(0.0, deadline_s - time.monotonic()))
+        job, in_time = core.write(target, batch, deadline_s)
         if in_time:
             stored = self._end_write(target, space, batch, taken, job)
             end()
