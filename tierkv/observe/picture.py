@@ -120,27 +120,30 @@ def _tiers(change: Change, blocks: tuple[str, str]) -> Table:
         table.add_column(name, justify="left" if name in ("tier", "used") else "right", no_wrap=True)
     for name in (f"read{unit}", f"write{unit}", "evict/s" if change.is_rate else "evicted"):
         table.add_column(name, justify="right", no_wrap=True)
-    asked: float = sum(
-        change.growth(lambda s, tier=tier: _tier(s, tier).hit_blocks) for tier in change.now.tiers
-    )  # type: ignore[misc]
+    asked = sum(change.growth(_of(tier, "hit_blocks")) for tier in change.now.tiers)
     asked += change.growth(lambda stats: sum(stats.load_misses.values()))
     for name, tier in change.now.tiers.items():
-        hits = change.growth(lambda stats, name=name: _tier(stats, name).hit_blocks)  # type: ignore[misc]
+        hits = change.growth(_of(name, "hit_blocks"))
         table.add_row(
             Text(name, style="" if tier.healthy else "bold red"),
             _bar(tier, blocks),
             _fill(tier),
             f"{tier.blocks:,}",
             f"{hits / asked:.1%}" if asked else MISSING,
-            _bytes(change, lambda stats, name=name: _tier(stats, name).read_bytes),  # type: ignore[misc]
-            _bytes(change, lambda stats, name=name: _tier(stats, name).written_bytes),  # type: ignore[misc]
-            short(change.per_s(lambda stats, name=name: _tier(stats, name).evicted_blocks)),  # type: ignore[misc]
+            _bytes(change, _of(name, "read_bytes")),
+            _bytes(change, _of(name, "written_bytes")),
+            short(change.per_s(_of(name, "evicted_blocks"))),
         )
     return table
 
 
-def _tier(stats: AgentStats, name: str) -> TierStats:
-    return stats.tiers.get(name) or TierStats(capacity_bytes=0, used_bytes=0, blocks=0)
+def _of(name: str, field: str) -> Callable[[AgentStats], float]:
+    """A counter of one tier."""
+
+    def value(stats: AgentStats) -> float:
+        return float(getattr(stats.tiers[name], field)) if name in stats.tiers else 0.0
+
+    return value
 
 
 def _bar(tier: TierStats, blocks: tuple[str, str]) -> Text:
@@ -203,10 +206,13 @@ def _reasons(change: Change, counter: Callable[[AgentStats], dict[str, int]], no
     unit = "/s" if change.is_rate else ""
     shown = []
     for reason, total in now.items():
-        grown = change.per_s(lambda stats, reason=reason: counter(stats).get(reason, 0))  # type: ignore[misc]
+
+        def count(stats: AgentStats, reason: str = reason) -> float:
+            return counter(stats).get(reason, 0)
+
         total_shown = f" ({short(total)})" if change.is_rate else ""
         if total:
-            shown.append(f"{reason.replace('_', ' ')} {short(grown)}{unit}{total_shown}")
+            shown.append(f"{reason.replace('_', ' ')} {short(change.per_s(count))}{unit}{total_shown}")
     return Text(", ".join(shown), style="yellow") if shown else Text("none")
 
 
