@@ -40,8 +40,11 @@ _AHEAD = 2
 _GRACE_S = 1.0
 """How much longer than a job's own deadline its answer is waited for."""
 _LIMIT_PAUSE_S = 0.005
+_ROOM_PATIENCE_S = 2.0
+"""How long a load waits for room in the arena, when all of it is in use, before it does without the block."""
 
-Where = slice
+Where = np.ndarray
+"""Positions of a request's blocks."""
 
 
 class Client(Protocol):
@@ -63,6 +66,8 @@ class _Request:
     part: int
     job: Job
     deadline_s: float
+    room_until_s: float = 0.0
+    """Until when room in the arena is waited for; 0: it was not lacking yet."""
 
 
 class Mover:
@@ -173,11 +178,13 @@ class Mover:
         _, status, offsets = answer
         most = connection.arena.size_bytes - request.space.block_bytes
         if not (
-            len(status) == len(offsets) <= where.stop - where.start
-            and (len(status) or not where.stop - where.start)
+            len(status) == len(offsets) <= len(where)
+            and (len(status) or not len(where))
             and bool((offsets <= most).all())
         ):
-            raise TierKVError(f"an answer of the agent that does not fit {where}: {len(status)} blocks")
+            raise TierKVError(
+                f"the agent answered for {len(status)} of {len(where)} blocks, or beyond its arena"
+            )
 
     # Loading
 
@@ -207,9 +214,15 @@ class Mover:
                     continue
                 ahead = _AHEAD
                 self._check(connection, request, where, answer)
-                released.append(self._copy_out(connection, request, where, answer))
+                again = self._without_room(request, where, answer)
+                released.append(self._copy_out(connection, request, where, answer, again))
                 while len(released) > _AHEAD:
                     self._settle_released(request, *released.popleft())
+                if len(again):
+                    todo.append(again)
+                    ahead = 0
+                    if not acquired:
+                        self._pause(request)
         finally:
             for _, future in acquired:
                 if not future.cancel():  # answered: release what it holds
@@ -223,12 +236,22 @@ class Mover:
         values = (number, request.part, _left_s(request), request.hashes[where])
         return connection.submit(Kind.ACQUIRE, values, undo=_release)
 
+    def _without_room(self, request: _Request, where: Where, answer: list[Any]) -> Where:
+        """The blocks that found no room in the arena, or lost it again at once, and are to be asked for again."""
+        _, status, offsets = answer
+        lacking = (status == BlockStatus.NO_SPACE) | ((status == BlockStatus.OK) & (offsets < 0))
+        again: np.ndarray = where[: len(status)][lacking]
+        now_s = time.monotonic()
+        if len(again) and not request.room_until_s:
+            request.room_until_s = now_s + _ROOM_PATIENCE_S
+        return again if now_s < request.room_until_s else again[:0]
+
     def _copy_out(
-        self, connection: Connection, request: _Request, where: Where, answer: list[Any]
+        self, connection: Connection, request: _Request, where: Where, answer: list[Any], again: Where
     ) -> tuple[np.ndarray, Future[list[Any]]]:
         """Copies what is in the arena and releases it: (positions copied, future of the release)."""
         lease, status, offsets = answer
-        positions = np.arange(where.start, where.start + len(status))
+        positions = where[: len(status)]
         there = (status == BlockStatus.OK) & (offsets >= 0)
         copied = positions[there]
         try:
@@ -242,8 +265,11 @@ class Mover:
                     self._client.pool.scatter(into.bases, into.strides, into.lengths, blocks, sources)
         finally:
             future = connection.submit(Kind.RELEASE, (lease,))
-        lost = np.where(status == BlockStatus.OK, BlockStatus.MISS, status).astype(np.uint8)
-        request.job.settle(positions[~there], lost[~there])
+        lost = status.copy()
+        lost[status == BlockStatus.OK] = BlockStatus.MISS
+        lost[status == BlockStatus.NO_SPACE] = BlockStatus.TIMEOUT
+        settled = ~there & ~np.isin(positions, again)
+        request.job.settle(positions[settled], lost[settled])
         return copied, future
 
     def _settle_released(self, request: _Request, copied: np.ndarray, future: Future[list[Any]]) -> None:
@@ -282,10 +308,10 @@ class Mover:
                     continue
                 self._check(connection, request, where, answer)
                 committed.append(self._copy_in(connection, request, where, answer))
-                granted = where.start + len(answer[1])
-                ahead = _AHEAD if granted == where.stop else 0
-                if granted < where.stop:  # the agent took only the first ones for now
-                    todo.appendleft(slice(granted, where.stop))
+                granted = len(answer[1])
+                ahead = _AHEAD if granted == len(where) else 0
+                if granted < len(where):  # the agent took only the first ones for now
+                    todo.appendleft(where[granted:])
                 while len(committed) > _AHEAD:
                     self._settle_committed(request, *committed.popleft())
         finally:
@@ -306,7 +332,7 @@ class Mover:
     ) -> tuple[np.ndarray, Future[list[Any]]]:
         """Copies into the granted slots and commits: (positions, future of their statuses)."""
         reservation, status, offsets = answer
-        positions = np.arange(where.start, where.start + len(status))
+        positions = where[: len(status)]
         granted = (status == BlockStatus.OK) & (offsets >= 0)
         written = 0
         try:
@@ -347,7 +373,7 @@ def _answer(future: Future[list[Any]], deadline_s: float) -> list[Any]:
 
 
 def _pieces(count: int, step: int) -> deque[Where]:
-    return deque(slice(start, min(start + step, count)) for start in range(0, count, step))
+    return deque(np.arange(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _left_s(request: _Request) -> float:

@@ -428,7 +428,9 @@ class Session:
         def staged(done: Job) -> None:
             slots = self._store.dram_slots(lease, space, hashes)
             there = (done.status == BlockStatus.OK) & (slots != NO_SLOT)
-            status = np.where(there, done.status, np.where(done.status == 0, BlockStatus.MISS, done.status))
+            # Brought to DRAM and evicted again before it was held: to be asked for again.
+            gone = (done.status == BlockStatus.OK) & ~there
+            status = np.where(gone, BlockStatus.NO_SPACE, done.status)
             offsets = np.where(there, slots.astype(np.int64) * SLOT_GRANULE_BYTES, -1)
             self._answer(Kind.ACQUIRE, request, own, status.astype(np.uint8), offsets)
 
