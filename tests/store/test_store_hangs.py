@@ -91,3 +91,13 @@ def test_a_chain_does_not_push_its_head_out_for_its_tail_when_the_rest_is_leased
             assert rig.store.match(space, chain).length == 1
         assert np.count_nonzero(masks(rig.store, space, random_hashes(1, 9))) == 0
         assert Load(rig.store, space, random_hashes(1, 9)).statuses() == [MISS]
+
+
+def test_flush_ends_when_the_tier_below_is_smaller_than_dram(tmp_path: Path) -> None:
+    """It must not write to and fro what that tier evicts for the rest."""
+    with Rig(tmp_path, dram_blocks=32, nvme_blocks=8) as rig:
+        space, hashes = rig.space(), random_hashes(32, 1)
+        assert save(rig.store, space, hashes) == [OK] * 32
+        assert rig.store.flush(TIMEOUT_S)
+        assert rig.store.stats().tiers["nvme"].written_blocks == 32
+        assert Load(rig.store, space, hashes).statuses() == [OK] * 32

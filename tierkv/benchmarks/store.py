@@ -46,7 +46,6 @@ QUICK_SIZES = (256 * KIB,)
 QUEUE_DEPTH = 32
 _SAMPLE_BYTES = 256 * MIB
 _FLUSH_TIMEOUT_S = 120.0
-_FLUSH_TRIES = 5
 Where = Literal["dram", "nvme", "half"]
 
 
@@ -165,8 +164,7 @@ class Prefix:
             self._save(self._count)
 
     def _flush(self) -> None:
-        # What is being demoted at that moment counts as not flushed: asked again, it is there.
-        if not any(self._store.flush(_FLUSH_TIMEOUT_S) for _ in range(_FLUSH_TRIES)):
+        if not self._store.flush(_FLUSH_TIMEOUT_S):
             raise StorageError("the store could not write all its blocks to NVMe")
 
     def _load(self, hashes: HashArray, first: TierKind, first_count: int) -> Sample:

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -24,11 +25,20 @@ from tierkv.config import Admission, StoreConfig
 from tierkv.errors import ConfigError, KeyspaceError
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec
-from tierkv.memory import Arena, SlotMap, slot_bytes_for
+from tierkv.memory import Arena, Roster, SlotMap, slot_bytes_for
 from tierkv.store.statistics import Counters
 from tierkv.tiers.base import Batch, Tier
 from tierkv.tiers.dram import DramTier
-from tierkv.types import ALL_TIERS, BoolArray, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
+from tierkv.types import (
+    ALL_TIERS,
+    NO_SLOT,
+    BoolArray,
+    HashArray,
+    SlotArray,
+    TierKind,
+    UInt8Array,
+    UInt32Array,
+)
 
 log = logging.getLogger("tierkv.store")
 
@@ -40,13 +50,21 @@ _CLOSING_NOTICED_S = 0.25
 class Core:
     """Shared state of a store's parts."""
 
-    def __init__(self, config: StoreConfig, clock: Clock, lower: dict[TierKind, Tier]) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        clock: Clock,
+        lower: dict[TierKind, Tier],
+        roster: Roster | None = None,
+    ) -> None:
         self.config = config
         self.clock = clock
         self.index = Index()
         self.pool = CopyPool(config.copy_threads)
         self.counters = Counters()
-        self.dram = DramTier(config.dram, copy_pool=self.pool)
+        self.dram = DramTier(config.dram, copy_pool=self.pool, roster=roster)
+        self.roster = roster
+        """Where DRAM's blocks are noted for a process that is restarted; None where nobody keeps the memory."""
         self.lower = lower
         """The tiers below DRAM, fastest first."""
         self.tiers: dict[TierKind, Tier] = {TierKind.DRAM: self.dram, **lower}
@@ -105,9 +123,24 @@ class Core:
         """Removes blocks (None: all) from the index, so that what was learnt before is not added any more."""
         with self._learning:
             self._removals[space.number] = self.removals(space) + 1
+            with self._hidden(space, hashes):
+                if hashes is None:
+                    return self.index.clear(space.number)
+                return self.index.remove(space.number, hashes, ALL_TIERS)
+
+    @contextmanager
+    def _hidden(self, space: Keyspace, hashes: HashArray | None) -> Iterator[None]:
+        """Sees to it that a restart does not find what is removed meanwhile, though somebody may read it still."""
+        if self.roster is None:
+            yield
+            return
+        with self.roster.lock:
             if hashes is None:
-                return self.index.clear(space.number)
-            return self.index.remove(space.number, hashes, ALL_TIERS)
+                self.roster.hidden_space(space)
+            else:
+                slots = self.index.resolve(space.number, hashes, TierKind.DRAM)[0]
+                self.roster.hidden(slots[slots != NO_SLOT])
+            yield
 
     def removals(self, space: Keyspace) -> int:
         """Grows with each removal: see learn()."""
@@ -161,6 +194,20 @@ class Core:
 
     # Slots
 
+    def name_slots(self, space: Keyspace, hashes: HashArray, slots: SlotArray, owner: int = 0) -> None:
+        """DRAM slots are reserved for blocks that session `owner` writes. Before that is told."""
+        if self.roster is not None:
+            self.roster.named(space, hashes, slots, owner)
+
+    def commit_dram(self, handles: UInt32Array, slots: SlotArray, part: int) -> BoolArray:
+        """Index.commit() of reserved DRAM slots, also for a process that is restarted."""
+        if self.roster is None:
+            return self.index.commit(handles, part)
+        with self.roster.lock:
+            whole = self.index.commit(handles, part)
+            self.roster.visible(slots[whole])
+            return whole
+
     def drain(self, kind: TierKind) -> None:
         """Gives the slots that the index freed back to their tier. May commit to a catalog: movers' threads only."""
         tier = self.tiers.get(kind)
@@ -171,7 +218,7 @@ class Core:
             if not len(slots):
                 return
             if kind is TierKind.DRAM:
-                self.dram.slot_map.free(slots)
+                self.dram.free_slots(slots)
             elif not tier.info.shared:
                 for space, where in self.by_space(spaces):
                     tier.free(space, hashes[where], slots[where])

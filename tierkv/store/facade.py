@@ -7,6 +7,7 @@ blocks). Jobs end in bounded time: at the latest at their own deadline.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from tierkv.errors import ClosedError, ConfigError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec, as_hash_array
-from tierkv.memory import Arena, slot_bytes_for
+from tierkv.memory import Arena, Roster, slot_bytes_for
 from tierkv.store.checks import check_fragments, check_part, check_ttl, timeout_or
 from tierkv.store.core import LOOKUP_ORDER, Core, log
 from tierkv.store.loading import Loader
@@ -82,7 +83,8 @@ class Store:
     """A tiered store of immutable KV-cache blocks on one node.
 
     `clock` is read for deadlines of leases and parts. `wrap_tier` is applied to each tier below DRAM: for limits,
-    statistics or faults around the tier.
+    statistics or faults around the tier. `roster` belongs to DRAM that another process keeps (the agent's keep_dram):
+    its blocks are known again.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Store:
         *,
         clock: Clock | None = None,
         wrap_tier: Callable[[Tier], Tier] | None = None,
+        roster: Roster | None = None,
     ) -> None:
         validate(config)
         clock = clock or SystemClock()
@@ -106,7 +109,7 @@ class Store:
 
                 opened.append(DfsTier(config.dfs, clock=clock))
             lower = {tier.info.kind: wrap_tier(tier) if wrap_tier else tier for tier in opened}
-            core = Core(config, clock, lower)
+            core = Core(config, clock, lower, roster)
         except BaseException:
             for tier in opened:
                 tier.close()
@@ -130,7 +133,7 @@ class Store:
     def _recover(self) -> None:
         """Makes known what the node's own tiers kept over a restart. Shared tiers are listed in the background."""
         core = self._core
-        for kind, tier in core.lower.items():
+        for kind, tier in [*core.lower.items(), (TierKind.DRAM, core.dram)]:
             if tier.info.shared:
                 continue
             for residents in tier.recover():
@@ -291,15 +294,30 @@ class Store:
         """The DRAM tier's memory, to be mapped by others where the config says dram.shared."""
         return self._core.dram.arena
 
+    def new_session(self) -> tuple[int, int]:
+        """For a process that will map the arena: (number, descriptor of the memfd). The descriptor is the caller's to
+        pass on and close. The number (0 where nobody keeps the memory) is what reserve() is told."""
+        self._check_open()
+        if self._core.roster is not None:
+            return self._core.roster.new_session()
+        assert self.arena.fd is not None  # dram.shared
+        return 0, os.dup(self.arena.fd)
+
     def reserve(
-        self, space: Keyspace, hashes: HashArray, part: int = 0, timeout_s: float | None = None
+        self,
+        space: Keyspace,
+        hashes: HashArray,
+        part: int = 0,
+        timeout_s: float | None = None,
+        *,
+        session: int = 0,
     ) -> Reservation:
         """A save whose bytes the caller writes into the DRAM slots that it is granted; see Reservation."""
         hashes = self._checked(space, hashes)
         check_part(space, part)
         self._core.expire()
         return self._saver.reserve(
-            space, hashes, part, timeout_or(timeout_s, self._core.config.save_timeout_s)
+            space, hashes, part, timeout_or(timeout_s, self._core.config.save_timeout_s), session
         )
 
     def dram_slots(self, lease: Lease, space: Keyspace, hashes: HashArray) -> SlotArray:
@@ -452,6 +470,8 @@ class Store:
             try:
                 core.expire()
                 core.tidy()
+                if core.dram.release_left():
+                    core.announce()
                 for kind in core.tiers:
                     core.drain(kind)
             except Exception:  # the thread must survive

@@ -351,8 +351,10 @@ class Loader:
                 )
                 outcome[new], slots[new], handles[new] = found[:3]
                 if found[3] < len(granted):
-                    core.dram.slot_map.free(granted[found[3] :])
+                    core.dram.free_slots(granted[found[3] :])
         handles[outcome != RESERVE_NEW] = NO_SLOT
+        mine = np.flatnonzero(handles != NO_SLOT)
+        core.name_slots(space, np.ascontiguousarray(hashes[mine]), np.ascontiguousarray(slots[mine]))
         return outcome, slots, handles
 
     def _finish(self, request: _Request, work: _Work, chunk: _Chunk) -> bool:
@@ -400,7 +402,10 @@ class Loader:
         """Commits the DRAM slots of good blocks, gives the others and the staging buffers back."""
         core = self._core
         in_dram = chunk.reserved != NO_SLOT
-        core.index.commit(np.ascontiguousarray(chunk.reserved[in_dram & good]), 0)
+        whole = np.flatnonzero(in_dram & good)
+        core.commit_dram(
+            np.ascontiguousarray(chunk.reserved[whole]), core.dram.slots_at(chunk.addresses[whole]), 0
+        )
         core.index.abort(np.ascontiguousarray(chunk.reserved[in_dram & ~good]))
         if len(chunk.buffers):
             core.staging.free(chunk.buffers)

@@ -42,6 +42,8 @@ class _Request:
     hashes: HashArray
     source: Fragments | None
     """None: a reservation."""
+    owner: int
+    """The session that writes a reservation's slots; 0: this process."""
     part: int
     job: Job
     accepted: int
@@ -107,9 +109,11 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="tierkv-save", daemon=True)
         self._thread.start()
 
-    def reserve(self, space: Keyspace, hashes: HashArray, part: int, timeout_s: float) -> Reservation:
+    def reserve(
+        self, space: Keyspace, hashes: HashArray, part: int, timeout_s: float, owner: int
+    ) -> Reservation:
         """Queues a reservation."""
-        return Reservation(self, self._submit(space, hashes, None, part, timeout_s))
+        return Reservation(self, self._submit(space, hashes, None, part, timeout_s, owner))
 
     def submit(
         self, space: Keyspace, hashes: HashArray, source: Fragments, part: int, timeout_s: float
@@ -118,15 +122,21 @@ class Saver:
         return self._submit(space, hashes, source, part, timeout_s).job
 
     def _submit(
-        self, space: Keyspace, hashes: HashArray, source: Fragments | None, part: int, timeout_s: float
+        self,
+        space: Keyspace,
+        hashes: HashArray,
+        source: Fragments | None,
+        part: int,
+        timeout_s: float,
+        owner: int = 0,
     ) -> _Request:
         count = len(hashes)
         job = Job(count)
         core, config = self._core, self._core.config
         block_bytes = space.part_bytes[part]
         request = _Request(
-            space, hashes, source, part, job, 0, time.perf_counter(), time.monotonic() + timeout_s, core.epoch(space),
-            np.full(count, BlockStatus.PENDING, np.uint8), np.full(count, NO_SLOT, np.uint32),
+            space, hashes, source, owner, part, job, 0, time.perf_counter(), time.monotonic() + timeout_s,
+            core.epoch(space), np.full(count, BlockStatus.PENDING, np.uint8), np.full(count, NO_SLOT, np.uint32),
             np.full(count, NO_SLOT, np.uint32),
         )  # fmt: skip
         with self._condition:
@@ -280,7 +290,7 @@ class Saver:
                 )
                 outcome[new], slots[new], handles[new] = found[:3]
                 if found[3] < len(granted):
-                    core.dram.slot_map.free(granted[found[3] :])
+                    core.dram.free_slots(granted[found[3] :])
 
         mine = np.flatnonzero((outcome == RESERVE_NEW) | (outcome == RESERVE_JOINED))
         if len(mine):
@@ -303,6 +313,8 @@ class Saver:
             self._decide(request, chunk[mine], BlockStatus.CANCELLED)
             return
         self._decide(request, chunk[mine], BlockStatus.OK)
+        hashes = np.ascontiguousarray(request.hashes[chunk[mine]])
+        core.name_slots(space, hashes, taken, request.owner)
         source = request.source
         if source is None:
             request.slots[chunk[mine]], request.handles[chunk[mine]] = taken, reserved
@@ -315,11 +327,11 @@ class Saver:
             except BaseException:
                 core.index.abort(reserved)
                 raise
-        self._commit(request, reserved)
+        self._commit(request, reserved, taken)
 
-    def _commit(self, request: _Request, reserved: UInt32Array) -> None:
+    def _commit(self, request: _Request, reserved: UInt32Array, slots: SlotArray) -> None:
         core = self._core
-        core.index.commit(reserved, request.part)
+        core.commit_dram(reserved, slots, request.part)
         core.counters.add("saved", len(reserved))
         core.counters.add_tier(
             TierKind.DRAM,
@@ -332,13 +344,13 @@ class Saver:
         core, space = self._core, request.space
         status = request.job.status.copy()
         granted = np.flatnonzero(request.handles != NO_SLOT)
-        reserved, hashes = select(granted, request.handles, request.hashes)
+        reserved, hashes, slots = select(granted, request.handles, request.hashes, request.slots)
         request.handles[granted] = NO_SLOT
         if not written:
             core.index.abort(reserved)
             status[granted] = BlockStatus.CANCELLED
         elif len(granted):
-            self._commit(request, reserved)
+            self._commit(request, reserved, slots)
             # Given up meanwhile (deadline, clear, remove): neither known nor pending any more.
             # Asked with a number of parts that no pending block has, so that nothing is reserved by asking.
             arguments = (core.size_class(space), 0, len(space.part_bytes) % _MAX_PARTS + 1, 0.0)

@@ -48,27 +48,34 @@ class Writers:
         return all(writer.wait_idle(deadline_s) for writer in self._writers)
 
     def flush(self, deadline_s: float) -> bool:
-        """Writes what DRAM holds and the next healthy tier lacks; False if some could not be written in time."""
-        core = self._core
-        while core.lower:
-            target = self._room.target(TierKind.DRAM)
-            # What others are writing down is not lacking when they are done.
-            if target is None or not self._room.wait_for_current(deadline_s):
-                return False
-            found, stored, after = 0, 0, NO_SLOT
-            while time.monotonic() < deadline_s:
-                lacking = Victims(*core.index.lacking(TierKind.DRAM, target, _CHUNK_BLOCKS, after))
-                if not len(lacking):
-                    break
-                after = int(lacking.handles[-1])
-                found += len(lacking)
-                for space, where in core.by_space(lacking.spaces):
-                    stored += copy_chunks(core, self._room, target, space, lacking.at(where), deadline_s)
-            if not found:
-                return True
-            if not stored:
-                return False
-        return True
+        """Writes what DRAM holds and the next healthy tier lacks; False if some could not be written in time.
+
+        Each block is written once: where that tier is too small for all of them, it evicts some for others.
+        """
+        found, stored = self._flush_once(deadline_s)
+        if stored < found and self._room.wait_for_current(deadline_s):
+            # Others may have been writing them, and have failed or not: what is still lacking tells.
+            left, again = self._flush_once(deadline_s)
+            stored += found if not left else again
+        return stored >= found and time.monotonic() < deadline_s
+
+    def _flush_once(self, deadline_s: float) -> tuple[int, int]:
+        """(blocks that the next healthy tier lacked, how many of them were written)."""
+        core, target = self._core, self._room.target(TierKind.DRAM)
+        if target is None:
+            return (1, 0) if core.lower else (0, 0)
+        found, stored, after = 0, 0, NO_SLOT
+        while True:
+            lacking = Victims(*core.index.lacking(TierKind.DRAM, target, _CHUNK_BLOCKS, after))
+            if not len(lacking):
+                return found, stored
+            after = int(lacking.handles[-1])
+            found += len(lacking)
+            if time.monotonic() >= deadline_s:
+                core.index.release(lacking.handles)
+                return found, stored
+            for space, where in core.by_space(lacking.spaces):
+                stored += copy_chunks(core, self._room, target, space, lacking.at(where), deadline_s)
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads; core.closing must be set."""
@@ -82,7 +89,9 @@ def copy_chunks(
 ) -> int:
     """Writes pinned DRAM blocks to `target` and releases their pins; returns how many were stored."""
     stored = 0
-    step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+    slot_bytes = slot_bytes_for(space.block_bytes)
+    fits = min(_CHUNK_BYTES, core.tiers[target].info.capacity_bytes) // slot_bytes
+    step = max(1, min(_CHUNK_BLOCKS, fits))
     for start in range(0, len(pinned), step):
         chunk = pinned.at(np.arange(start, min(start + step, len(pinned))))
         ticket = room.enter()
