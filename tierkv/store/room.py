@@ -51,13 +51,21 @@ class Victims:
         return len(self.handles)
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A transfer under way."""
+
+    down: bool
+    thread: int
+
+
 class Room:
     """Allocation with eviction, for every tier."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._lock = threading.Lock()
-        self._moving: dict[int, bool] = {}
+        self._moving: dict[int, _Move] = {}
         self._last_ticket = 0
         self._ahead_wanted = threading.Event()
         self._ahead = threading.Thread(target=self._run_ahead, name="tierkv-ahead", daemon=True)
@@ -65,11 +73,14 @@ class Room:
 
     # Who is at work: an allocation that finds everything pinned waits only while somebody may unpin something.
 
-    def enter(self, *, down: bool = True) -> int:
-        """A transfer that pins blocks for a while begins, to a lower tier or (a load) not; its ticket for leave()."""
+    def enter(self, *, down: bool = True, late: bool = False) -> int:
+        """A transfer that pins blocks for a while begins, to a lower tier or (a load) not; its ticket for leave().
+
+        late: it goes on without the thread that began it.
+        """
         with self._lock:
             self._last_ticket += 1
-            self._moving[self._last_ticket] = down
+            self._moving[self._last_ticket] = _Move(down, 0 if late else threading.get_ident())
             return self._last_ticket
 
     def leave(self, ticket: int) -> None:
@@ -81,11 +92,17 @@ class Room:
         """Waits until the writes to lower tiers that are under way now have ended; False at the deadline
         (time.monotonic()). Loads bring nothing down, and are not waited for."""
         with self._lock:
-            current = {ticket for ticket, down in self._moving.items() if down}
+            current = {ticket for ticket, move in self._moving.items() if move.down}
         while current & self._moving.keys():
             if not wait_for_change(self._core, deadline_s):
                 return False
         return True
+
+    def _others_move(self) -> bool:
+        """Whether a transfer of another thread may yet unpin something."""
+        own = threading.get_ident()
+        with self._lock:
+            return any(move.thread != own for move in self._moving.values())
 
     def allocate(
         self,
@@ -120,7 +137,7 @@ class Room:
                 late = time.monotonic() >= deadline_s or core.closing.is_set()
                 if not late and self._evict(kind, space, missing, may_write, deadline_s):
                     continue
-                waits = patient and may_write and not late and bool(self._moving)
+                waits = patient and may_write and not late and self._others_move()
                 if waits and wait_for_change(core, deadline_s):
                     continue
                 count = min(count, tier.available(space))
@@ -340,7 +357,7 @@ class Room:
             end()
             return stored
 
-        ticket = self.enter()
+        ticket = self.enter(late=True)
 
         def finish_late() -> None:
             self._end_write(target, space, batch, taken, job)
