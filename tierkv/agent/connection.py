@@ -155,6 +155,7 @@ class Connection:
             yield self.arena.address
         finally:
             view.release()
+            self.arena.close_again()  # if it was closed meanwhile
 
     def _receive(self) -> None:
         reason: TierKVError

@@ -28,6 +28,7 @@ from tierkv.agent.statistics import MAX_CLIENTS_LISTED, AgentStats, ClientStats,
 from tierkv.clock import Clock
 from tierkv.config import AgentConfig
 from tierkv.errors import LockedError, StorageError
+from tierkv.memory import Roster
 from tierkv.store import Store
 
 log = logging.getLogger("tierkv.agent")
@@ -41,15 +42,20 @@ _JOIN_TIMEOUT_S = 10.0
 class AgentServer:
     """The agent of one host. Use start() and stop(), or as a context manager."""
 
-    def __init__(self, config: AgentConfig, *, clock: Clock | None = None) -> None:
-        """Opens the socket and the tiers. LockedError if another agent serves the socket or owns a directory."""
+    def __init__(
+        self, config: AgentConfig, *, clock: Clock | None = None, roster: Roster | None = None
+    ) -> None:
+        """Opens the socket and the tiers. LockedError if another agent serves the socket or owns a directory.
+
+        `roster` is of DRAM that a supervisor keeps; it is closed with the store.
+        """
         self.config = config
         self._clock = clock
         self._path = Path(config.socket)
         self._lock_file = self._take_socket()
         try:
             dram = msgspec.structs.replace(config.store.dram, shared=True)
-            self.store = Store(msgspec.structs.replace(config.store, dram=dram), clock=clock)
+            self.store = Store(msgspec.structs.replace(config.store, dram=dram), clock=clock, roster=roster)
             try:
                 self._listener = self._listen()
             except BaseException:

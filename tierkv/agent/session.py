@@ -11,6 +11,7 @@ Thread safety: the session's thread receives and serves; answers may be sent fro
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -128,6 +129,7 @@ class Session:
         self._reservations: dict[int, tuple[Reservation, int]] = {}
         self._reserved_bytes = 0
         self._last_reservation = 0
+        self._number = 0
         arena_bytes = store.arena.size_bytes
         self._max_reserved_bytes = config.max_reserved_bytes or arena_bytes // 4
         max_leased_bytes = config.max_leased_bytes or arena_bytes // 2
@@ -190,10 +192,14 @@ class Session:
         (client,) = decode_body(REQUESTS[Kind.HELLO], body)
         self.name = f"{client[:64]} ({self.peer})"
         arena = self._store.arena
-        assert arena.fd is not None  # the agent's store is shared
         values = ("tierkv", arena.size_bytes, self._max_reserved_bytes)
         message = encode(Kind.ANSWER, header.request, ANSWERS[Kind.HELLO], values)
-        self._channel.send(message, fds=[arena.fd], patient=True)
+        # Where DRAM is kept over a restart, the descriptor tells as long as this client may write what it reserved.
+        self._number, arena_fd = self._store.new_session()
+        try:
+            self._channel.send(message, fds=[arena_fd], patient=True)
+        finally:
+            os.close(arena_fd)
         log.info("%s: attached", self.name)
 
     def _serve(self, kind: Kind, request: int, body: memoryview) -> None:
@@ -373,7 +379,9 @@ class Session:
             self._last_reservation += 1
             own = self._last_reservation
         try:
-            reservation = self._store.reserve(space, hashes[:fits], part, timeout_s or None)
+            reservation = self._store.reserve(
+                space, hashes[:fits], part, timeout_s or None, session=self._number
+            )
         except BaseException:
             with self._lock:
                 self._reserved_bytes -= size

@@ -19,8 +19,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._starting = True
-        self.stopped = False
-        """Whether a signal has asked for the end."""
+        self._stopped = False
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Python's own handlers run between two bytecodes of the main thread; the byte in the pipe ends its poll.
         self._old_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -30,9 +29,14 @@ class StopSignals:
         return self
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.stopped = True
+        self._stopped = True
         if self._starting:
             raise SystemExit(0)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has asked for the end."""
+        return self._stopped
 
     def started(self) -> None:
         """From now on a signal does not interrupt what the process is doing."""
@@ -47,7 +51,7 @@ class StopSignals:
         poll.register(self._reader, select.POLLIN)
         for fd in fds:
             poll.register(fd, select.POLLIN)
-        if self.stopped:
+        if self._stopped:
             timeout_s = 0.0
         ready = [fd for fd, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)]
         if self._reader in ready:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierkv.agent")
 
 _NVME_HINT = "the NVMe tier needs both --nvme-dir DIR and --nvme SIZE (or nvme in the file)"
+MAX_SETTINGS_BYTES = 1 << 20
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -58,15 +60,17 @@ def add_parser(commands: Any) -> None:
     serving.add_argument("--log-format", choices=("text", "json"), default="text")
     serving.add_argument("--log-level", choices=_LEVELS, default="info")
     # Between tierkv's own processes: descriptors that were inherited.
-    for name in ("--end-with-fd", "--ready-fd", "--arena-fd", "--roster-fd"):
+    for name in ("--settings-fd", "--end-with-fd", "--ready-fd", "--arena-fd", "--roster-fd"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--remove-directory", help=argparse.SUPPRESS)
 
 
 def settings(arguments: argparse.Namespace) -> AgentConfig:
     """The file's settings with the command line's over them; ConfigError says what is wrong or missing."""
-    from tierkv.config import load_agent_config
+    from tierkv.config import agent_config_from_mapping, load_agent_config
 
+    if arguments.settings_fd is not None:
+        return agent_config_from_mapping(json.loads(os.pread(arguments.settings_fd, MAX_SETTINGS_BYTES, 0)))
     given = {
         ("socket",): arguments.socket,
         ("store", "dram", "capacity_bytes"): arguments.dram,
@@ -125,9 +129,14 @@ def _watched(arguments: argparse.Namespace) -> list[int]:
 
 def _serve(config: AgentConfig, arguments: argparse.Namespace, signals: StopSignals) -> int:
     from tierkv.agent.server import AgentServer
+    from tierkv.memory import Roster
 
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_server(config, arguments, AgentServer))
+        roster = None
+        if arguments.arena_fd is not None and arguments.roster_fd is not None:
+            capacity_bytes = config.store.dram.capacity_bytes
+            roster = Roster(arguments.roster_fd, arguments.arena_fd, capacity_bytes)
+        server = stack.enter_context(AgentServer(config, roster=roster))
         for note in server.store.notes:
             log.warning("%s", note)
         if config.metrics_port is not None:
@@ -148,12 +157,13 @@ def _serve(config: AgentConfig, arguments: argparse.Namespace, signals: StopSign
     return 0
 
 
-def _server(config: AgentConfig, arguments: argparse.Namespace, make: Any) -> Any:
-    return make(config)
-
-
 def _supervise(config: AgentConfig, arguments: argparse.Namespace, signals: StopSignals) -> int:
-    raise ConfigError("keep_dram is not served yet")
+    """The process that holds DRAM; the agent itself is its child, with the settings as they were read once."""
+    from tierkv.agent.supervisor import Supervisor
+
+    child = ["--log-format", arguments.log_format, "--log-level", arguments.log_level]
+    with Supervisor(config, child, signals, notify) as supervisor:
+        return supervisor.run()
 
 
 def _tell(fd: int, message: bytes) -> None:

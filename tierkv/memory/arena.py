@@ -191,6 +191,28 @@ class Arena:
         return cls(mapping, 0, size_bytes, fd=own, pages=pages, notes=[])
 
     @classmethod
+    def adopt(
+        cls,
+        fd: int,
+        size_bytes: int,
+        *,
+        lock_memory: Choice = "auto",
+        first_touch: FirstTouch = "background",
+        toucher: Toucher | None = None,
+    ) -> Arena:
+        """attach() for the process that owns the memory from now on: locks and touches it as create() would. Its bytes
+        stay as they are."""
+        arena = cls.attach(fd, size_bytes)
+        try:
+            _madvise(arena.address, _round_up(size_bytes, mmap.PAGESIZE), _MADV_DONTDUMP)
+            arena._lock_memory(lock_memory)
+            arena._first_touch(first_touch, toucher)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    @classmethod
     def _map_private(cls, size_bytes: int, huge_pages: Choice) -> Arena:
         wanted = huge_pages == "on" or (huge_pages == "auto" and size_bytes >= HUGE_PAGE_BYTES)
         # One huge page more than needed, so that the arena can start on a huge page's boundary.
@@ -354,7 +376,7 @@ class Arena:
 
     def close(self) -> None:
         """Ends the first touch and unmaps. Where views still exist the mapping stays until the last one is
-        gone, and a note says so. Idempotent."""
+        gone, and a note says so; closing again then unmaps it. Idempotent."""
         with self._lock:
             first = not self._closed
             self._closed = True
@@ -362,19 +384,24 @@ class Arena:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_TOUCH_END_TIMEOUT_S)  # it ends after the chunk at hand
             self._thread = None
-        if not first:
-            return
-        if self.fd is not None:
+        if first and self.fd is not None:
             os.close(self.fd)
             self.fd = None
         try:
             self._whole.release()
             self._mapping.close()
         except BufferError:
+            if not first:
+                return
             self.notes.append(
                 "the arena was closed while views of it exist: its memory stays until they are gone"
             )
             _log.warning("%s", self.notes[-1])
+
+    def close_again(self) -> None:
+        """Unmaps an arena that was closed while a view of it existed; does nothing to one that is open."""
+        if self._closed:
+            self.close()
 
     def __enter__(self) -> Arena:
         return self

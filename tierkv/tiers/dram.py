@@ -19,7 +19,8 @@ from tierkv.config import DramConfig
 from tierkv.errors import ArgumentError
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
-from tierkv.memory import Arena, SlotMap, slot_bytes_for
+from tierkv.memory import Arena, Roster, SlotMap, slot_bytes_for
+from tierkv.memory.roster import LeftSlots
 from tierkv.tiers.base import Batch, Residents, TierInfo
 from tierkv.types import (
     SLOT_GRANULE_BYTES,
@@ -42,20 +43,42 @@ class DramTier:
     other."""
 
     def __init__(
-        self, config: DramConfig, *, copy_pool: CopyPool | None = None, name: str = "tierkv-dram"
+        self,
+        config: DramConfig,
+        *,
+        copy_pool: CopyPool | None = None,
+        name: str = "tierkv-dram",
+        roster: Roster | None = None,
     ) -> None:
-        """Maps the arena. ConfigError and StorageError as Arena.create."""
+        """Maps the arena. ConfigError and StorageError as Arena.create.
+
+        With a `roster`, the arena that belongs to it, and what lies there is known again by recover(). The roster is
+        this tier's from now on.
+        """
         self._copy_pool = copy_pool
         self.slot_map = SlotMap(config.capacity_bytes, config.slab_bytes)
-        self.arena = Arena.create(
-            config.capacity_bytes,
-            shared=config.shared,
-            huge_pages=config.huge_pages,
-            lock_memory=config.lock_memory,
-            first_touch=config.first_touch,
-            name=name,
-            toucher=copy_pool.touch if copy_pool is not None else None,
-        )
+        toucher = copy_pool.touch if copy_pool is not None else None
+        self.roster = roster
+        if roster is not None:
+            self.arena = Arena.adopt(
+                roster.arena_fd,
+                config.capacity_bytes,
+                lock_memory=config.lock_memory,
+                first_touch=config.first_touch,
+                toucher=toucher,
+            )
+        else:
+            self.arena = Arena.create(
+                config.capacity_bytes,
+                shared=config.shared,
+                huge_pages=config.huge_pages,
+                lock_memory=config.lock_memory,
+                first_touch=config.first_touch,
+                name=name,
+                toucher=toucher,
+            )
+        self._left_lock = threading.Lock()
+        self._left: LeftSlots | None = None
         self._idle = threading.Condition()
         self._busy = 0
         self._closed = False
@@ -75,14 +98,18 @@ class DramTier:
 
     def allocate(self, space: Keyspace, count: int) -> SlotArray | None:
         """As Tier.allocate; ArgumentError where a block of `space` does not fit into a slab."""
-        return self.slot_map.allocate(slot_bytes_for(space.block_bytes), count)
+        slot_bytes = slot_bytes_for(space.block_bytes)
+        slots = self.slot_map.allocate(slot_bytes, count)
+        if slots is not None and self.roster is not None:
+            self.roster.taken(slots, slot_bytes)
+        return slots
 
     def available(self, space: Keyspace) -> int:
         return self.slot_map.available(slot_bytes_for(space.block_bytes))
 
     def give_back(self, space: Keyspace, slots: SlotArray) -> None:
         """As Tier.give_back; ArgumentError, and nothing changed, for slots that are not in use."""
-        self.slot_map.free(slots)
+        self.free_slots(slots)
 
     def slab_of(self, slot: int) -> SlotArray:
         return self.slot_map.slab_slots(slot)
@@ -92,11 +119,23 @@ class DramTier:
 
     def free(self, space: Keyspace, hashes: HashArray, slots: SlotArray) -> None:
         """As Tier.free; ArgumentError, and nothing changed, for slots that are not in use."""
+        self.free_slots(slots)
+
+    def free_slots(self, slots: SlotArray) -> None:
+        """free(), whatever lies there."""
+        if self.roster is not None:
+            with self.roster.lock:
+                self.roster.freed(slots)  # first: from the next line on they are granted again
         self.slot_map.free(slots)
 
     def addresses(self, slots: SlotArray) -> Int64Array:
         """(n,) int64: where the slots start, in this process."""
         return self.arena.addresses(slots)
+
+    def slots_at(self, addresses: Int64Array) -> SlotArray:
+        """(n,) uint32: the slots that start at addresses(): its inverse."""
+        slots: SlotArray = ((addresses - self.arena.address) // SLOT_GRANULE_BYTES).astype(np.uint32)
+        return slots
 
     # Bytes.
 
@@ -122,8 +161,46 @@ class DramTier:
         """Nothing to forget: memory does not outlive the process."""
 
     def recover(self) -> Iterator[Residents]:
-        """Nothing: memory starts empty."""
-        return iter(())
+        """What the roster knows; nothing without one. Slots in which clients of the process before may still write
+        stay taken until they cannot any more: see release_left()."""
+        if self.roster is None:
+            return
+        kept, left = self.roster.recover()
+        known = []
+        for blocks in kept:
+            adopted = self.slot_map.adopt(slot_bytes_for(blocks.space.block_bytes), blocks.slots)
+            self.roster.freed(blocks.slots[~adopted])
+            known.append(Residents(blocks.space, blocks.hashes[adopted], blocks.slots[adopted]))
+        taken = np.zeros(len(left.slots), np.bool_)
+        for granules in np.unique(left.granules).tolist():
+            chosen = np.flatnonzero(left.granules == granules)
+            taken[chosen] = self.slot_map.adopt(granules * SLOT_GRANULE_BYTES, left.slots[chosen])
+        self.roster.freed(left.slots[~taken])
+        self._left = LeftSlots(left.slots[taken], left.granules[taken], left.owners[taken])
+        self.release_left()
+        yield from known
+
+    def release_left(self) -> bool:
+        """Frees the slots that were being written when the process before ended, as far as their writers are gone;
+        True if that made room."""
+        with self._left_lock:
+            left = self._left
+            if left is None or self.roster is None:
+                return False
+            writing = self.roster.writers_left(left.owners)
+            self._left = None
+            if writing.any():
+                self._left = LeftSlots(left.slots[writing], left.granules[writing], left.owners[writing])
+            gone = left.slots[~writing]
+            if len(gone):
+                self.free_slots(gone)
+            return bool(len(gone))
+
+    @property
+    def left_slots(self) -> int:
+        """How many slots wait for their writers to be gone."""
+        left = self._left
+        return 0 if left is None else len(left.slots)
 
     def probe(self, space: Keyspace, hashes: HashArray) -> BoolArray:
         """None of them: only this process writes here, and it knows what it wrote."""
@@ -138,6 +215,8 @@ class DramTier:
             self._closed = True
             self._idle.wait_for(lambda: self._busy == 0, _CLOSE_TIMEOUT_S)
         self.arena.close()
+        if self.roster is not None:
+            self.roster.close()
 
     # Inside.
 

@@ -11,6 +11,8 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +22,8 @@ from tierkv.types import SLOT_GRANULE_BYTES
 LOCK_NAME = "LOCK"
 SLOTS_NAME = "slots.dat"
 CATALOG_NAME = "catalog"
+_LATE_TIMEOUT_S = 30.0
+_LATE_LOOK_S = 0.02
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -98,16 +102,39 @@ class SlotFile:
         self.kept_bytes = min(os.fstat(self.fd).st_size, capacity_bytes)
         if direct == "off":
             self.notes.append("direct = off is set: writes go through the page cache")
-            return
-        refused = self._reopen_direct(flags)
-        if refused and direct == "on":
+        else:
+            refused = self._reopen_direct(flags)
+            if refused and direct == "on":
+                os.close(self.fd)
+                raise StorageError(
+                    f"{self.path}: direct = on is set, but the file system refuses O_DIRECT ({refused}): set direct = "
+                    f"auto, or use a directory on a local disk"
+                )
+            if refused:
+                self.notes.append(f"O_DIRECT is refused ({refused}): writes go through the page cache")
+        try:
+            self._wait_for_late_transfers()
+        except BaseException:
             os.close(self.fd)
-            raise StorageError(
-                f"{self.path}: direct = on is set, but the file system refuses O_DIRECT ({refused}): set direct = "
-                f"auto, or use a directory on a local disk"
-            )
-        if refused:
-            self.notes.append(f"O_DIRECT is refused ({refused}): writes go through the page cache")
+            raise
+
+    def _wait_for_late_transfers(self) -> None:
+        """Waits for what a killed process had under way in the kernel, which still reads or writes its memory (that may
+        be kept for this process) and this file: io_uring's requests hold the open file, and so this lock, until they
+        end."""
+        deadline_s = time.monotonic() + _LATE_TIMEOUT_S
+        pause = threading.Event()
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise StorageError(
+                        f"{self.path}: transfers of a killed process have not ended for {_LATE_TIMEOUT_S:g} s: "
+                        f"check the disk, and start again"
+                    ) from None
+                pause.wait(_LATE_LOOK_S)
 
     def _reopen_direct(self, flags: int) -> str:
         """Swaps the descriptor for an O_DIRECT one; returns why that is not possible, or ''."""
