@@ -61,7 +61,15 @@ class Job:
 
     def settle_rest(self, status: int) -> None:
         """Settles every block that is still open."""
-        self.settle(slice(None), status)
+        with self._lock:
+            untouched = 0 < self._open == self.count and status != BlockStatus.PENDING
+            if untouched:  # the common case by far
+                self.status.fill(status)
+                self._open = 0
+        if untouched:
+            self._finish()
+        else:
+            self.settle(slice(None), status)
 
     def add_done_callback(self, callback: Callable[[Job], None]) -> None:
         """Calls `callback(job)` once, when the job is done: on the settling thread, or now if it is done already."""

@@ -216,62 +216,71 @@ class Saver:
             if fits < len(hashes):
                 self._decide(request, slice(fits, request.accepted), BlockStatus.DROPPED)
                 hashes, positions = hashes[:fits], positions[:fits]
-        # First, so that room is not made by evicting what this very chain needs.
-        core.touch(space, hashes, reused=True)
         known = index.lookup(space.number, hashes) != 0
-        if known.any():
+        own: list[UInt32Array] = []
+        any_known = bool(known.any())
+        if any_known:
+            # First, so that room is not made by evicting what this very chain needs.
+            core.touch(space, hashes, reused=True)
             core.counters.add("known", int(np.count_nonzero(known)))
             self._decide(request, positions[known], BlockStatus.OK)
-        todo = positions[~known]
+        todo = positions[~known] if any_known else positions
         if not len(todo):
             return
-        own = [] if keeps_evicted else [self._pin(space, hashes[known])]
+        if any_known and not keeps_evicted:
+            own.append(self._pin(space, hashes[known]))
         try:
-            self._save_chunks(request, todo, own, keeps_evicted=keeps_evicted)
+            rounds = self._save_chunks(request, todo, own, keeps_evicted=keeps_evicted)
         finally:
             for handles in own:
                 index.release(handles)
         if self._history is not None:
             again = self._history.seen(space.number, np.ascontiguousarray(hashes[~known]))
             core.touch(space, np.ascontiguousarray(hashes[~known][again]), reused=True)
-        # The chunks went in one behind the other; in order of use the chain's head comes last.
-        core.touch(space, hashes, reused=False)
+        if any_known or rounds > 1 or core.config.eviction != "lru":
+            # They went in one behind the other; in order of use the chain's head comes last.
+            core.touch(space, hashes, reused=False)
         self._writers.saved(space, np.ascontiguousarray(hashes[~known]))
 
     def _save_chunks(
         self, request: _Request, todo: np.ndarray, own: list[UInt32Array], *, keeps_evicted: bool
-    ) -> None:
-        core, space = self._core, request.space
+    ) -> int:
+        """Saves chunk by chunk; returns in how many rounds. What must stay until the end is added to `own`."""
+        core, space, rounds = self._core, request.space, 0
         step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
         for start in range(0, len(todo), step):
             chunk = todo[start : start + step]
             if core.closing.is_set() or core.epoch(space) != request.epoch:
                 self._decide(request, todo[start:], BlockStatus.CANCELLED)
-                return
+                break
             if time.monotonic() >= request.deadline_s:
                 self._decide(request, todo[start:], BlockStatus.TIMEOUT)
-                return
-            self._save_blocks(request, chunk, rounds=keeps_evicted)
-            if not keeps_evicted:
-                own.append(self._pin(space, request.hashes[chunk]))
+                break
+            rounds += self._save_blocks(request, chunk, again=keeps_evicted)
             if start + step < len(todo):  # the last chunk is settled after the order of use is right
                 request.job.settle(slice(None), request.status)
+                if not keeps_evicted:
+                    own.append(self._pin(space, request.hashes[chunk]))
+        return rounds
 
     def _pin(self, space: Keyspace, hashes: HashArray) -> UInt32Array:
         """Keeps blocks of the chain that is being saved from being evicted for its own tail."""
         return self._core.index.acquire(space.number, np.ascontiguousarray(hashes), _DRAM_ONLY)[3]
 
-    def _save_blocks(self, request: _Request, positions: np.ndarray, *, rounds: bool) -> None:
-        """Saves a chunk, in as many rounds as room can be made for; what finds none is dropped.
+    def _save_blocks(self, request: _Request, positions: np.ndarray, *, again: bool) -> int:
+        """Saves a chunk, in as many rounds as room can be made for; what finds none is dropped. Returns the rounds.
 
-        One round only where what is evicted is lost: a second one would evict what the first one saved.
+        One only, unless `again`, where what is evicted is lost: a second one would evict what the first one saved.
         """
+        rounds = 0
         while len(positions):
+            rounds += 1
             left = self._save_round(request, positions)
-            if len(left) == len(positions) or not rounds:
+            if len(left) == len(positions) or not again:
                 self._decide(request, left, BlockStatus.DROPPED)
-                return
+                break
             positions = left
+        return rounds
 
     def _save_round(self, request: _Request, chunk: np.ndarray) -> np.ndarray:
         """Reserves, copies and commits what fits now; returns the positions that found no room."""
