@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,14 @@ from tierkv.types import HashArray
 TIMEOUT_S = 20.0
 BLOCK_BYTES = 4096
 SLAB_BYTES = 8 * BLOCK_BYTES
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Waits for what other threads or processes bring about without telling; AssertionError if it does not come."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"did not happen within {TIMEOUT_S} s: {what}"
+        time.sleep(0.002)
 
 
 def agent_config(

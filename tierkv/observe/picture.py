@@ -98,18 +98,19 @@ def render(
 def render_absent(place: str, reason: str) -> RenderableType:
     """Before the first reading."""
     return Group(
-        Text.assemble(("tierkv ", "bold"), f"{place}  ", ("no agent", "bold red")), Text(reason, style="red")
+        Text.assemble(("tierkv  ", "bold"), ("no agent: looking for it", "bold red"), (f"\n{place}", "dim")),
+        Text(reason, style="red"),
     )
 
 
 def _headline(place: str, stats: AgentStats, gone: str) -> Text:
     status = judge(stats).status
     shown = ("agent gone: looking for it", "bold red") if gone else (status, _STATUS_STYLES[status])
-    up = f"up {_duration(max(0.0, time.time() - stats.started_s))}" if stats.started_s else ""
-    line = Text.assemble((f"tierkv {stats.version}", "bold"), f"  {place}  ", shown)
-    line.append(
-        f"\n{stats.client_count:,} of {stats.max_clients:,} clients" + (f"  {up}" if not gone else "")
-    )
+    line = Text.assemble((f"tierkv {stats.version}", "bold"), "  ", shown)
+    if not gone:
+        line.append(f"  {stats.client_count:,} of {stats.max_clients:,} clients")
+        line.append(f"  up {_duration(max(0.0, time.time() - stats.started_s))}" if stats.started_s else "")
+    line.append(f"\n{place}", style="dim")
     return line
 
 
@@ -251,10 +252,14 @@ def _printable(name: str) -> str:
 
 def short(value: float) -> str:
     """A count in at most 6 characters: 950, 12.3k, 4.56M."""
+    if 0 < value < 0.01:
+        return "<0.01"
     for factor, unit in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):
-        if abs(value) < 999.5 * factor or unit == "G":
-            scaled = value / factor
-            return f"{scaled:.3g}{unit}" if scaled < 999.5 and (unit or scaled % 1) else f"{scaled:.0f}{unit}"
+        scaled = value / factor
+        if scaled < 999.5 or unit == "G":
+            if not unit and scaled == int(scaled):
+                return f"{scaled:.0f}"
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{unit}"
     raise AssertionError
 
 
