@@ -144,7 +144,7 @@ def test_live_it_waits_for_an_agent_that_is_gone_and_ends_at_ctrl_c(tmp_path: Pa
             screen.expect(r"16/128 KiB")
         screen.expect(r"agent gone: looking for it.*16/128 KiB")
         with AgentServer(config):
-            screen.expect(r"of 64 clients.*0 B/128 KiB")
+            screen.expect(r"of 64 clients.*0B/128K")
             screen.process.send_signal(signal.SIGINT)
             screen.expect(re.escape("\x1b[?1049l"))  # the terminal is as before
             assert screen.process.wait(TIMEOUT_S) == 0

@@ -129,7 +129,7 @@ def _tiers(change: Change, blocks: tuple[str, str]) -> Table:
             Text(name, style="" if tier.healthy else "bold red"),
             _bar(tier, blocks),
             _fill(tier),
-            f"{tier.blocks:,}",
+            f"{tier.blocks:,}" if tier.blocks < 10_000_000 else short(tier.blocks),
             f"{hits / asked:.1%}" if asked else MISSING,
             _bytes(change, _of(name, "read_bytes")),
             _bytes(change, _of(name, "written_bytes")),
@@ -155,15 +155,11 @@ def _bar(tier: TierStats, blocks: tuple[str, str]) -> Text:
 
 
 def _fill(tier: TierStats) -> str:
-    """'1.2/4 GiB'."""
+    """'1.2/4 GiB' or '512M/4G'; at most 15 characters up to a pebibyte."""
     if tier.capacity_bytes >= UNLIMITED_BYTES:
         return size(tier.used_bytes)
-    used, capacity = size(tier.used_bytes).split(" "), size(tier.capacity_bytes).split(" ")
-    return (
-        f"{used[0]}/{' '.join(capacity)}"
-        if used[1] == capacity[1]
-        else f"{' '.join(used)}/{' '.join(capacity)}"
-    )
+    (used, unit), (capacity, whole) = size(tier.used_bytes).split(), size(tier.capacity_bytes).split()
+    return f"{used}/{capacity} {unit}" if unit == whole else f"{used}{unit[0]}/{capacity}{whole[0]}"
 
 
 def _bytes(change: Change, counter: Callable[[AgentStats], float]) -> str:
