@@ -217,7 +217,7 @@ class AgentStore:
         hashes = self._checked(space, hashes)
         _check_count(len(hashes))
         try:
-            self.submit(Kind.TOUCH, space, hashes)
+            self.submit(Kind.TOUCH, space, 1, hashes)
         except TierKVError as error:
             _note(error)  # the order of use is a hint
 

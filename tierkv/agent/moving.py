@@ -20,7 +20,7 @@ import numpy as np
 
 from tierkv._native import CopyPool
 from tierkv.agent.connection import AgentUnavailable, Connection, LimitReached, answer_of
-from tierkv.agent.protocol import MAX_TIMEOUT_S, Kind
+from tierkv.agent.protocol import MAX_BLOCKS, MAX_TIMEOUT_S, Kind
 from tierkv.errors import TierKVError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
@@ -309,6 +309,10 @@ class Mover:
                 self._check(connection, request, where, answer)
                 committed.append(self._copy_in(connection, request, where, answer))
                 granted = len(answer[1])
+                if len(request.hashes) > step and granted:
+                    # A later piece must not push the chain's head out: up to here it is the most recent, head first.
+                    so_far = request.hashes[: int(where[granted - 1]) + 1]
+                    connection.submit(Kind.TOUCH, (number, 0, so_far[:MAX_BLOCKS]))
                 ahead = _AHEAD if granted == len(where) else 0
                 if granted < len(where):  # the agent took only the first ones for now
                     todo.appendleft(where[granted:])

@@ -196,7 +196,7 @@ REQUESTS: Final[dict[Kind, tuple[Field, ...]]] = {
     Kind.RESERVE: (_SPACE, Integer("part", 0, 63), _TIMEOUT, _HASHES),
     Kind.COMMIT: (Integer("reservation", 1), Integer("written", 0, 1)),
     Kind.ACQUIRE: (_SPACE, Integer("part", 0, 63), _TIMEOUT, _HASHES),
-    Kind.TOUCH: (_SPACE, _HASHES),
+    Kind.TOUCH: (_SPACE, Integer("reused", 0, 1), _HASHES),
     Kind.REMOVE: (_SPACE, _HASHES),
     Kind.CLEAR: (_SPACE, _TIMEOUT),
     Kind.FLUSH: (_TIMEOUT,),

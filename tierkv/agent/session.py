@@ -294,7 +294,8 @@ class Session:
         self._answer(Kind.LOOKUP, request, np.concatenate([np.empty(0, np.uint8), *masks]))
 
     def _touch(self, request: int, values: list[Any]) -> None:
-        self._store.touch(self._space(values[0]), values[1])
+        number, reused, hashes = values
+        self._store.touch(self._space(number), hashes, reused=bool(reused))
         self._answer(Kind.TOUCH, request)
 
     # Leases

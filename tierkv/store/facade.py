@@ -198,9 +198,10 @@ class Store:
         self._core.counters.observe("lookup", since_s)
         return masks
 
-    def touch(self, space: Keyspace, hashes: HashArray) -> None:
-        """Makes the blocks of a chain most recently used, its head the most recent."""
-        self._core.touch(space, self._checked(space, hashes), reused=True)
+    def touch(self, space: Keyspace, hashes: HashArray, *, reused: bool = True) -> None:
+        """Makes the blocks of a chain most recently used, its head the most recent. `reused`: as another use of them,
+        which second-touch admission asks for."""
+        self._core.touch(space, self._checked(space, hashes), reused=reused)
 
     # Holding
 

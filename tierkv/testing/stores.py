@@ -362,6 +362,20 @@ class StoreConformance:
             found = [int(mask) != 0 for mask in store.lookup([(space, hashes)])[0]]
             assert found == [True, False, False, False, False, True, True, True]
 
+    def test_a_chain_loses_its_tail_before_its_head(self, tmp_path: Path, clock: VirtualClock) -> None:
+        with self.make_store(self.config(tmp_path, 16), clock) as store:
+            space, hashes = store.open(make_spec(BLOCK_BYTES)), chain_hashes(5, 12)
+            assert save(store, space, hashes) == [OK] * 12
+            save(store, space, random_hashes(8, 26))
+            present = [int(mask) != 0 for mask in store.lookup([(space, hashes)])[0]]
+            assert present == [True] * 8 + [False] * 4
+
+    def test_a_chain_longer_than_dram_keeps_its_head(self, tmp_path: Path, clock: VirtualClock) -> None:
+        with self.make_store(self.config(tmp_path, 16), clock) as store:
+            space, hashes = store.open(make_spec(BLOCK_BYTES)), chain_hashes(6, 40)
+            save(store, space, hashes)
+            assert store.match(space, hashes).length >= 12
+
     # Parts.
 
     def test_a_block_is_visible_when_its_last_part_is_in(self, store: StoreLike) -> None:
