@@ -120,9 +120,12 @@ class Supervisor:
         self._served = False
         reader, writer = os.pipe2(os.O_CLOEXEC)
         inherited = {
-            "--settings-fd": self._settings_fd, "--arena-fd": self._arena_fd, "--roster-fd": self._roster_fd, "--end-with-fd": self._own_end,
+            "--settings-fd": self._settings_fd,
+            "--arena-fd": self._arena_fd,
+            "--roster-fd": self._roster_fd,
+            "--end-with-fd": self._own_end,
             "--ready-fd": writer,
-        }  # fmt: skip
+        }
         pairs = [text for name, fd in inherited.items() for text in (name, str(fd))]
         try:
             child = subprocess.Popen(

@@ -1,0 +1,146 @@
+"""`tierkv agent`: what it takes, says and logs, how it ends, and what it tells systemd."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import stat
+import urllib.request
+from pathlib import Path
+
+import pytest
+from runtime_harness import TIMEOUT_S, Agent, load_checked, make_spec, names, save
+
+from tierkv.agent.client import AgentStore
+from tierkv.cli import main
+
+
+def small(directory: Path, *more: str) -> list[str]:
+    return ["--socket", str(directory / "agent.sock"), "--dram", "8MiB", *more]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("keep", [[], ["--keep-dram"]])
+def test_it_serves_until_a_signal_and_ends_with_0(tmp_path: Path, how: int, keep: list[str]) -> None:
+    with Agent(*small(tmp_path, *keep)) as agent:
+        agent.wait_serving()
+        path = tmp_path / "agent.sock"
+        assert agent.said == [f"serving {path}"]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with AgentStore(str(path)) as store:
+            space = store.open(make_spec())
+            assert not save(store, space, names(0, 8)).any()
+            assert load_checked(store, space, names(0, 8)).all()
+        assert agent.end(how) == 0
+        assert not path.exists()
+
+
+def test_ending_writes_dram_to_the_next_tier(tmp_path: Path) -> None:
+    arguments = small(tmp_path, "--nvme-dir", str(tmp_path / "nvme"), "--nvme", "8MiB")
+    for saves in (True, False):
+        with Agent(*arguments) as agent:
+            agent.wait_serving()
+            with AgentStore(str(tmp_path / "agent.sock")) as store:
+                space = store.open(make_spec())
+                if saves:
+                    assert not save(store, space, names(0, 40)).any()
+                assert load_checked(store, space, names(0, 40)).all()
+            assert agent.end() == 0
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text(
+        'socket = "/nowhere/agent.sock"\nmax_clients = 1\n[store.dram]\ncapacity_bytes = "4MiB"\n'
+        f'[store.nvme]\ndirectory = "{tmp_path}/nvme"\ncapacity_bytes = "4MiB"\n'
+    )
+    with Agent("--config", str(file), *small(tmp_path, "--nvme", "16MiB")) as agent:
+        agent.wait_serving()
+        with AgentStore(str(tmp_path / "agent.sock")) as store:
+            tiers = store.stats().tiers
+            assert tiers["dram"].capacity_bytes == 8 << 20
+            assert tiers["nvme"].capacity_bytes == 16 << 20
+        assert agent.end() == 0
+
+
+def test_the_log_is_json_where_that_is_asked_for(tmp_path: Path) -> None:
+    with Agent(*small(tmp_path, "--log-format", "json", "--log-level", "info")) as agent:
+        agent.wait_serving()
+        assert agent.end() == 0
+        lines = [json.loads(line) for line in agent.errors]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    assert any("serving" in line["message"] and line["level"] == "info" for line in lines)
+
+
+def test_metrics_and_health_are_served(tmp_path: Path) -> None:
+    with Agent(*small(tmp_path, "--metrics-port", "0", "--log-format", "json")) as agent:
+        agent.wait_serving()
+        while not (found := [line for line in agent.errors if "/metrics" in line]):
+            agent._read(TIMEOUT_S)
+        address = json.loads(found[0])["message"].split()[-1]
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            assert b"tierkv" in answer.read()
+        with urllib.request.urlopen(address.replace("/metrics", "/healthz"), timeout=TIMEOUT_S) as answer:
+            assert answer.status == 200
+        assert agent.end() == 0
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep-dram"]])
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told(tmp_path: Path, keep: list[str], abstract: bool) -> None:
+    address = f"\0{tmp_path}/notify" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(address)
+        receiver.settimeout(TIMEOUT_S)
+        variable = {"NOTIFY_SOCKET": address.replace("\0", "@")}
+        with Agent(*small(tmp_path, *keep), environment=variable) as agent:
+            assert receiver.recv(64) == b"READY=1"
+            agent.wait_serving()
+            assert agent.end() == 0
+            assert receiver.recv(64) == b"STOPPING=1"
+            receiver.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                receiver.recv(64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--socket"),
+        (["--socket", "/tmp/x"], "--dram"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["--socket", "/nowhere/s", "--dram", "1MiB"], "/nowhere"),
+        (["--socket", "/" + "x" * 200, "--dram", "1MiB"], "socket is longer"),
+        (["--socket", "s", "--dram", "1MiB", "--nvme", "1MiB"], "--nvme-dir"),
+        (["--socket", "s", "--dram", "1MiB", "--dfs", "1MiB"], "--dfs-dir"),
+        (["--socket", "s", "--dram", "1000"], "dram.capacity_bytes"),
+        (["--socket", "s", "--dram", "1MiB", "--dfs-dir", "/nowhere/dfs"], "/nowhere/dfs"),
+        (["--socket", "s", "--dram", "1MiB", "--metrics-port", "99999"], "metrics_port"),
+    ],
+)
+def test_an_error_is_one_clear_line_and_status_2(
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["agent", *arguments]) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("tierkv:")]
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep-dram"]])
+def test_a_second_agent_at_the_same_socket_is_refused(tmp_path: Path, keep: list[str]) -> None:
+    with Agent(*small(tmp_path)) as agent:
+        agent.wait_serving()
+        with Agent(*small(tmp_path, *keep)) as second:
+            assert second.end(0) == 2
+            assert any("another agent serves" in line for line in second.errors)
+        with AgentStore(str(tmp_path / "agent.sock")) as store:
+            assert store.stats().tiers
+        assert agent.end() == 0
