@@ -7,7 +7,7 @@ OUT := demo-out
 NATIVE := $(wildcard native/CMakeLists.txt native/cmake/* native/src/*)
 SHELL := /bin/bash
 
-.PHONY: help setup demo test test-slow bench lint format sanitize clean
+.PHONY: help setup demo test test-slow stress bench lint format sanitize clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make demo      replay an agent workload through DRAM, NVMe and a shared directory ($(OUT)/report.html)"
 	@echo "make test      lint, types and the test suite"
 	@echo "make test-slow the tests that are too long for the suite (crashes, long state machines, mounts)"
+	@echo "make stress    four clients at an agent for a minute, 100 of them and 2 agents killed: no wrong byte, no leak"
 	@echo "make bench     every benchmark, with the machine's limit beside each figure (bench-out/)"
 	@echo "make sanitize  the native tests under ASan+UBSan and under TSan"
 	@echo "make format    format Python and C++"
@@ -64,6 +65,9 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+stress: setup
+	$(BIN)/python -m tierkv.testing.stress
 
 sanitize: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitizers.sh
