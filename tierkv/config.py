@@ -64,6 +64,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     capacity_bytes: PositiveBytes
     """Bytes of the slot file, preallocated."""
     slab_bytes: PositiveBytes = 64 << 20
+    """As in dram, for the slot file."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     """auto: io_uring where the kernel allows it, else a thread pool."""
     queue_depth: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32
@@ -73,6 +74,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sync: Literal["power", "process"] = "power"
     """What a committed block survives: a power cut (fdatasync before each catalog commit), or a killed process."""
     admission: Admission = "on-evict"
+    """When a block is written here: see Admission."""
 
 
 class DfsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,15 +85,21 @@ class DfsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     capacity_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
     """Bytes of files at most, as this node counts them. None: no limit of ours."""
     codec: Codec = "none"
+    """Compression of new files; files of every codec can be read. zstd-planes splits values into byte planes first,
+    which suits 16-bit floats."""
     codec_level: Annotated[int, msgspec.Meta(ge=-7, le=19)] = 1
+    """zstd's level."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    """File operations under way at most."""
     deadline_s: Seconds = 30.0
     """A file operation that takes longer counts as lost; its thread is written off until it returns."""
     direct: Literal["auto", "on", "off"] = "auto"
+    """O_DIRECT. auto: where the file system allows it."""
     sync: bool = True
     """fsync each file before it is published. Off is faster and trusts the file system with torn files (they are
     found by the checksum and dropped)."""
     admission: Admission = "write-through"
+    """When a block is written here: see Admission."""
     probe_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.05
     """How long match() may wait to learn what other hosts wrote. 0: learn it in the background only."""
     rescan_s: Seconds = 600.0
@@ -102,25 +110,33 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A store: DRAM, and below it any of NVMe and a shared file system."""
 
     dram: DramConfig
+    """The first tier; every block goes through it."""
     nvme: NvmeConfig | None = None
+    """None: no such tier."""
     dfs: DfsConfig | None = None
+    """None: no such tier."""
     eviction: Literal["lru", "lru-in-order", "fifo"] = "lru"
     """lru: least recently used, the tail of a chain before its head."""
     promote: Literal["on-hit", "never"] = "on-hit"
     """Whether a block that was loaded from a lower tier is kept in DRAM."""
     copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """Threads that copy blocks between DRAM and the caller's memory, the calling one included."""
     load_threads: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    """Loads from lower tiers that are served at a time."""
     staging_bytes: PositiveBytes = 64 << 20
     """Memory for blocks on their way to the caller when all of DRAM is in use."""
     save_queue_blocks: Annotated[int, msgspec.Meta(ge=1)] = 16384
     """Blocks that wait to be saved at most; more are dropped."""
     save_queue_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
+    """Their bytes at most."""
     load_queue_blocks: Annotated[int, msgspec.Meta(ge=1)] = 65536
+    """Blocks of loads that wait or are under way at most; more end as TIMEOUT at once."""
     write_queue_blocks: Annotated[int, msgspec.Meta(ge=1)] = 16384
     """Blocks that wait for write-through to a lower tier at most; more are left to eviction."""
     save_timeout_s: Seconds = 60.0
     """A block whose parts are not all in by then is dropped."""
     load_timeout_s: Seconds = 30.0
+    """How long a load may take where the call does not say."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,6 +149,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     allowed_uids: tuple[int, ...] = ()
     """Other users that may attach. They must be able to reach the socket, and can read and write the whole arena."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
+    """Clients that may be attached at a time."""
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     """Requests of one client that may be under way; more are refused."""
     max_reserved_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
@@ -148,6 +165,7 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     """Port of /metrics and /healthz. None: neither. 0: any free one (it is logged)."""
     metrics_host: str = "127.0.0.1"
+    """The address to listen at. There is no authentication."""
     drain_timeout_s: Seconds = 30.0
     """How long SIGTERM waits for blocks to be written below before the agent ends."""
 

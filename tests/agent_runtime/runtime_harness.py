@@ -21,7 +21,7 @@ from tierkv.agent.embedded import agent_command
 from tierkv.types import BlockStatus, HashArray
 from tierkv.workload.payload import hashes_of, seeds_of
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 BLOCK_BYTES = 64 << 10
 
 

@@ -13,8 +13,8 @@ The arena and the roster are two memfds that a supervisor process holds. Layout 
       8   u32  spec          number of the keyspace's spec; 0: none, never to become VALID
       12  u32  granules      the slot's size / SLOT_GRANULE_BYTES
       16  32   hash
-      48  u64  sequence      grows with each block that becomes VALID
-      56  u32  check         xor of the words 8..55, the record's number and CHECK
+      48  u64  sequence      of use: the most recently used block has the highest
+      56  u32  check         xor of the words 8..47, the record's number and CHECK
       60  u32  (zero)
 
 A process may be killed between any two stores, and stores before that are all seen: so a record's state is the last
@@ -77,7 +77,7 @@ _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK | F_SEAL_GROW
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptBlocks:
-    """Blocks that were VALID, of one keyspace, the first that became so first: (n, 32) hashes, (n,) slots."""
+    """Blocks that were VALID, of one keyspace, the least recently used first: (n, 32) hashes, (n,) slots."""
 
     space: KeyspaceSpec
     hashes: HashArray
@@ -209,12 +209,16 @@ class Roster:
         slots = slots[records["spec"][slots] != 0]
         if not len(slots):
             return
-        # The first of a batch is the most recently used: it comes last.
-        numbers = np.arange(self._sequence + len(slots) - 1, self._sequence - 1, -1, dtype=np.uint64)
-        self._sequence += len(slots)
-        records["sequence"][slots] = numbers
+        self.used(slots)
         records["check"][slots] = _check(records[slots], slots)
         records["state"][slots] = VALID
+
+    def used(self, slots: SlotArray, *, first_is_latest: bool = True) -> None:
+        """Slots were used, one after the other: the first as the last of them, or in order. A hint, without `lock`."""
+        count = len(slots)
+        first, self._sequence = self._sequence, self._sequence + count
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        self._records["sequence"][slots] = numbers[::-1] if first_is_latest else numbers
 
     def hidden(self, slots: SlotArray) -> None:
         """VALID slots must not be found any more, though somebody may use them still. Under `lock`."""
@@ -335,5 +339,5 @@ class Roster:
 def _check(records: np.ndarray, slots: SlotArray) -> UInt32Array:
     """(n,) uint32: what `check` must be."""
     words = np.ascontiguousarray(records).view("<u4").reshape(-1, RECORD.itemsize // 4)
-    folded: UInt32Array = np.bitwise_xor.reduce(words[:, 2:14], axis=1) ^ slots.astype(np.uint32)
+    folded: UInt32Array = np.bitwise_xor.reduce(words[:, 2:12], axis=1) ^ slots.astype(np.uint32)
     return folded ^ np.uint32(CHECK)

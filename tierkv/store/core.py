@@ -191,6 +191,9 @@ class Core:
         self.index.touch(
             space.number, hashes, mask, order == "lru", mark=reused, move=order != "fifo", fastest=True
         )
+        if self.roster is not None and order != "fifo" and mask >> TierKind.DRAM & 1:
+            slots = self.index.resolve(space.number, hashes, TierKind.DRAM)[0]
+            self.roster.used(slots[slots != NO_SLOT], first_is_latest=order == "lru")
 
     # Slots
 
