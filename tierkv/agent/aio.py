@@ -267,7 +267,7 @@ async def _or_close(connecting: Awaitable[AgentStore]) -> AgentStore:
 
         def ready(done: asyncio.Future[AgentStore]) -> None:
             if not done.cancelled() and done.exception() is None:
-                asyncio.get_running_loop().run_in_executor(None, done.result().close)
+                asyncio.get_running_loop().run_in_executor(None, done.result().close)  # bounded: it is done
 
         future.add_done_callback(ready)
         raise
