@@ -74,7 +74,7 @@ sanitize: setup
 
 bench: setup
 	@mkdir -p bench-out
-	@for name in match dram nvme dfs store; do echo "== $$name"; \
+	@for name in match agent dram nvme dfs store; do echo "== $$name"; \
 	    $(BIN)/tierkv bench $$name --json bench-out/$$name.json || exit 1; done
 
 format: setup

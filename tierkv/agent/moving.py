@@ -31,8 +31,8 @@ from tierkv.types import BlockStatus, HashArray
 log = logging.getLogger("tierkv.client")
 
 MAX_QUEUED_BLOCKS = 65536
-_CHUNK_BLOCKS = 128
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BLOCKS = 512
+_CHUNK_BYTES = 128 << 20
 _ARENA_SHARE = 32
 """A chunk takes at most this share of the arena, so that chunks in flight stay within a client's limits."""
 _AHEAD = 2

@@ -18,6 +18,7 @@ _TARGETS = {
     "nvme": "writes and reads, beside fio with io_uring and O_DIRECT",
     "dfs": "files on a shared filesystem, beside plain files",
     "match": "look-ups of long prefixes among a million blocks",
+    "agent": "loads and look-ups through an agent, beside the same in process",
     "store": "loads of a prefix from DRAM, NVMe and both",
 }
 _NEED_DIRECTORY = ("nvme", "dfs", "store")
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rounds", metavar="N", type=output.count_argument, help="rounds of value and limit")
     parser.add_argument("--threads", metavar="N", type=output.count_argument, default=2, help="copy threads")
     parser.add_argument(
-        "--entries", metavar="N", type=output.count_argument, help="blocks in the index (match)"
+        "--entries", metavar="N", type=output.count_argument, help="blocks in the index (match, agent)"
     )
 
 
