@@ -33,6 +33,7 @@ from tierkv.agent.statistics import AgentStats
 from tierkv.config import AgentConfig, DramConfig, NvmeConfig, StoreConfig
 from tierkv.errors import TierKVError
 from tierkv.fragments import Fragments
+from tierkv.jobs import Job
 from tierkv.keys import Keyspace
 from tierkv.store import StoreStats
 from tierkv.testing.buffers import address_of, aligned_buffer, make_spec
@@ -45,6 +46,7 @@ DRAM_BLOCKS, NVME_BLOCKS = 96, 256
 CHAINS, CHAIN_BLOCKS = 20, 16
 _PARTS = 2
 _JOB_TIMEOUT_S = 20.0
+_SLOW_S = 3.0
 _WAIT_S = 60.0
 _CLIENT_END_S = 60.0
 _EXPECTED = (
@@ -132,7 +134,7 @@ class Client:
         space, blocks = self._spaces[number], self._blocks[number]
         for part in range(len(space.part_bytes)):
             job = self._store.save(space, hashes, blocks.fill(hashes, part), part, _JOB_TIMEOUT_S)
-            self._ended(job.wait(2 * _JOB_TIMEOUT_S), job.status, "save")
+            self._ended(job, "save")
             self.say(saved=int(np.count_nonzero(job.status == BlockStatus.OK)))
 
     def load(self, number: int, hashes: HashArray) -> None:
@@ -140,7 +142,7 @@ class Client:
         space, blocks = self._spaces[number], self._blocks[number]
         part = int(self._random.integers(len(space.part_bytes)))
         job = self._store.load(space, hashes, blocks.fragments(len(hashes)), part, _JOB_TIMEOUT_S)
-        self._ended(job.wait(2 * _JOB_TIMEOUT_S), job.status, "load")
+        self._ended(job, "load")
         good = job.status == BlockStatus.OK
         wrong = int(np.count_nonzero(good & blocks.wrong(hashes, part)))
         if wrong:
@@ -149,12 +151,17 @@ class Client:
             )
         self.say(loaded=int(np.count_nonzero(good)), missed=int(np.count_nonzero(~good)))
 
-    def _ended(self, ended: bool, status: UInt8Array, what: str) -> None:
-        if not ended:
+    def _ended(self, job: Job, what: str) -> None:
+        begun_s = time.monotonic()
+        if not job.wait(2 * _JOB_TIMEOUT_S):
             self.say(wrong=f"a {what} did not end by its deadline")
-        odd = sorted({int(value) for value in status} - {int(value) for value in _EXPECTED})
+        took_s = time.monotonic() - begun_s
+        kinds = sorted({int(status) for status in job.status})
+        if took_s > _SLOW_S:
+            self.say(slow=f"a {what} of {job.count} blocks took {took_s:.1f} s and ended with {kinds}")
+        odd = set(kinds) - {int(status) for status in _EXPECTED}
         if odd:
-            self.say(wrong=f"a {what} ended with {odd}")
+            self.say(wrong=f"a {what} ended with {sorted(odd)}")
 
 
 def run_client(path: str, seed: int, report_path: str) -> int:
@@ -193,6 +200,8 @@ class Outcome:
     client_kills: int = 0
     agent_kills: int = 0
     faults: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+    """Jobs that took long: no fault, but worth a look."""
 
 
 class Stress:
@@ -462,6 +471,8 @@ class Stress:
                 outcome.saved += found.get("saved", 0)
                 outcome.loaded += found.get("loaded", 0)
                 outcome.missed += found.get("missed", 0)
+                if "slow" in found:
+                    outcome.slow.append(f"client {path.name}: {found['slow']}")
                 if "wrong" in found:
                     outcome.faults.append(f"client {path.name}: {found['wrong']}")
         if not outcome.loaded:
@@ -549,6 +560,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"seed {options.seed}: {outcome.client_kills} clients and {outcome.agent_kills} agents killed, "
         f"{outcome.saved} blocks saved, {outcome.loaded} loaded and checked, {outcome.missed} not found"
     )
+    for slow in outcome.slow:
+        print(f"slow: {slow}")
     for fault in outcome.faults:
         print(f"WRONG: {fault}")
     return 1 if outcome.faults else 0
