@@ -160,10 +160,13 @@ class Loader:
         )  # fmt: skip
         job.add_done_callback(lambda done: self._done(done, count, since_s, counted=counted))
         missing = np.flatnonzero(tiers == NO_TIER)
-        if len(missing) < count:
-            self._fast.put(request)
         if len(missing):
             job.settle(missing, BlockStatus.MISS)
+        if len(missing) < count:
+            if into is None:  # nothing to copy: what is in DRAM needs no other thread
+                self._begin(request)
+            else:
+                self._fast.put(request)
         return job
 
     def _done(self, job: Job, count: int, since_s: float, *, counted: bool) -> None:
@@ -177,14 +180,18 @@ class Loader:
 
     def _run_fast(self) -> None:
         while (request := _next(self._fast)) is not None:
-            try:
-                self._load_from_dram(request, np.flatnonzero(request.tiers == TierKind.DRAM))
-                lower = np.flatnonzero((request.tiers != TierKind.DRAM) & (request.tiers != NO_TIER))
-                if len(lower):
-                    self._slow.put(request)
-            except Exception:  # the thread must survive; nobody may wait for ever
-                log.exception("a load from DRAM failed")
-                self._fail(request)
+            self._begin(request)
+
+    def _begin(self, request: _Request) -> None:
+        """Serves what is in DRAM and queues the rest. Never raises."""
+        try:
+            self._load_from_dram(request, np.flatnonzero(request.tiers == TierKind.DRAM))
+            lower = np.flatnonzero((request.tiers != TierKind.DRAM) & (request.tiers != NO_TIER))
+            if len(lower):
+                self._slow.put(request)
+        except Exception:  # the thread must survive; nobody may wait for ever
+            log.exception("a load from DRAM failed")
+            self._fail(request)
 
     def _load_from_dram(self, request: _Request, positions: np.ndarray) -> None:
         """Copies pinned DRAM blocks out, settles them and releases their pins."""

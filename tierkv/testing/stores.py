@@ -687,23 +687,3 @@ def in_threads(work: Callable[[int], None], numbers: Sequence[int]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread did not end"
     if failures:
         raise failures[0]
-
-
-__all__ = [
-    "DROPPED",
-    "MISS",
-    "OK",
-    "TIMEOUT_S",
-    "LeaseLike",
-    "StoreConformance",
-    "StoreLike",
-    "empty_cache",
-    "ended",
-    "eventually",
-    "filled",
-    "in_threads",
-    "load",
-    "rows",
-    "save",
-    "settled",
-]
