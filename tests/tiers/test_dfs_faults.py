@@ -58,6 +58,7 @@ class FaultyFiles(FileOps):
         self.calls: dict[str, int] = {}
         self.most_bytes = 0
         self.refuse_direct = ""
+        self.refused_name = ""
         self.chooses: Callable[[str], int] = lambda name: 0
 
     def _before(self, name: str) -> None:
@@ -101,6 +102,8 @@ class FaultyFiles(FileOps):
 
             def call(*arguments: Any) -> Any:
                 self._before(name)
+                if self.refused_name and str(arguments[-1]).endswith(self.refused_name):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
                 return real(*arguments)
 
             return call
@@ -255,6 +258,25 @@ def test_a_write_may_be_the_trial_itself(world: World) -> None:
     world.files.errors.clear()
     world.clock.advance(1)
     assert world.write(random_hashes(3)) == [OK] * 3
+    assert world.tier.healthy()
+
+
+def test_a_name_that_is_refused_alone_stops_no_other_write(world: World) -> None:
+    """As where two replicas hold different files under one name: each use of it is EIO."""
+    hashes = random_hashes(6)
+    world.files.refused_name = hashes[2].tobytes().hex()
+    for _ in range(2):
+        assert world.write(hashes) == [OK, OK, IO_ERROR, OK, OK, OK]
+        assert world.tier.healthy()
+    assert not world.temporary_files()
+    assert world.tier.counts["write: one name refused"] == 2
+    # It may also be the first that is tried after a real failure.
+    world.files.errors["fsync"] = errno.EIO
+    assert world.write(random_hashes(1, 1)) == [IO_ERROR]
+    assert not world.tier.healthy()
+    world.files.errors.clear()
+    world.clock.advance(1)
+    assert world.write(hashes[2:3]) == [IO_ERROR]
     assert world.tier.healthy()
 
 

@@ -302,12 +302,27 @@ class DfsTier:
         except OSError as error:
             status = write_status(error)
             self._count(f"write: {error_name(error)}")
+            if status is BlockStatus.IO_ERROR and self._others_can_be_written(operation, file_bytes(length)):
+                return status
             if self._gate.open:
                 _log.warning("%s: writes are stopped for now: %s", self._info.name, error.strerror)
             self._gate.failed(status, file_bytes(length))
             return status
         self._gate.succeeded()
         return BlockStatus.OK
+
+    def _others_can_be_written(self, operation: Operation, size_bytes: int) -> bool:
+        """Whether it is one name alone that is refused, by a medium that takes others: where replicas disagree about
+        a file, any use of it is EIO for good, and must not stop all other writes."""
+        operation.renew()
+        try:
+            self._try_write(size_bytes)
+        except OSError:
+            return False
+        if operation.live:
+            self._count("write: one name refused")
+            self._gate.passed()
+        return True
 
     def _raw_room(self, operation: Operation, length: int) -> UInt8Array:
         """Where the caller's bytes go first: behind the header at once, unless they are to be encoded."""
