@@ -86,9 +86,16 @@ def reattached(store: AgentStore, space: tierkv.Keyspace, hashes: np.ndarray) ->
     eventually(lambda: store.attached and store.match(space, hashes).length > 0, "the blocks are found again")
 
 
-@pytest.mark.parametrize("below", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_kills_under_load(tmp_path: Path, below: bool, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("parts", "below"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_kills_under_load(tmp_path: Path, parts: int, below: bool) -> None:
     nvme = ["--nvme-dir", str(tmp_path / "nvme"), "--nvme", "32MiB"] if below else []
     delays = np.random.default_rng(parts + 2 * below)
     path = str(tmp_path / "agent.sock")

@@ -210,7 +210,7 @@ while True:
 def test_a_writer_killed_at_any_moment_leaves_only_whole_records() -> None:
     delays = np.random.default_rng(5)
     with memory() as fds:
-        for _ in range(8):
+        for _ in range(5):
             os.pwrite(fds[0], bytes(64 * RECORD.itemsize), RECORDS_AT)
             with python(KILLED, *map(str, fds), pass_fds=fds) as writer:
                 assert writer.stdout is not None
