@@ -1,4 +1,4 @@
-"""A new owner of an NVMe directory waits for what a killed one has under way in the kernel: its open slot file tells."""
+"""A new owner of an NVMe directory waits for what a killed one has under way: its open slot file tells."""
 
 from __future__ import annotations
 
