@@ -172,6 +172,25 @@ class GlusterVolume:
         self._eventually(self._start_bricks, "both bricks run again")
         self.wait_usable()
 
+    def make_replicas_disagree(self, path: Path) -> None:
+        """Both bricks get another new file under one name, each while the other is dead: from then on any use of that
+        name is EIO. `path` is within the volume, and its directory is there."""
+        first, second = self.bricks
+        of_a, of_b = (
+            mount / path for mount in self.mounts
+        )  # the second to write must not remember the first's file
+        self._kill(first)
+        self._write_somehow(of_a, "as the second brick has it")
+        self._kill(second)
+        hidden = second / "hidden"  # glusterd starts what it finds
+        (second / "data").rename(hidden)
+        try:
+            self._eventually(lambda: self._start_brick(first), "the first brick runs again")
+            self._write_somehow(of_b, "as the first brick has it")
+        finally:
+            hidden.rename(second / "data")
+        self.restart_bricks()
+
     def wait_usable(self) -> None:
         """Waits until each host can write a file and see the other's."""
         self._eventually(self._usable, "both hosts can write")
@@ -242,6 +261,25 @@ class GlusterVolume:
         )
         self._eventually(lambda: os.path.ismount(place), f"{place.name} is mounted")
 
+    def _kill(self, brick: Path) -> None:
+        for pid in self._brick_processes(brick):
+            os.kill(pid, signal.SIGKILL)
+        self._eventually(lambda: not self._brick_processes(brick), "the brick is gone")
+
+    def _start_brick(self, brick: Path) -> bool:
+        self._must("volume", "start", VOLUME, "force")
+        return len(self._brick_processes(brick)) == 1
+
+    def _write_somehow(self, path: Path, text: str) -> None:
+        def written() -> bool:
+            try:
+                path.write_text(text)
+            except OSError:
+                return False
+            return True
+
+        self._eventually(written, f"{path.name} can be written")
+
     def _start_bricks(self) -> bool:
         """glusterd starts a brick again only when it has learnt that it died."""
         self._must("volume", "start", VOLUME, "force")
@@ -266,13 +304,16 @@ class GlusterVolume:
                     probe.unlink()
         return True
 
-    def _brick_processes(self) -> list[int]:
-        """The processes of the bricks: those of that name in our PID namespace, and no others."""
+    def _brick_processes(self, brick: Path | None = None) -> list[int]:
+        """The processes of the bricks, or of one: those of that name in our PID namespace, and no others."""
+        of_brick = b"" if brick is None else os.fsencode(brick)
         ours = os.readlink(f"/proc/{self._first_pid}/ns/pid")
         found = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if not any(of_brick in word for word in words):
+                    continue
                 if words[0].endswith(b"glusterfsd") and os.readlink(f"/proc/{pid}/ns/pid") == ours:
                     found.append(int(pid))
             except OSError:

@@ -3,6 +3,7 @@ that die, hang and come back, and a volume that is full."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -100,6 +101,14 @@ def loaded(rig: Rig, space: Keyspace, hashes: HashArray) -> bool:
 
 def block_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.rglob("*") if len(path.name) == 64 and path.is_file())
+
+
+def refused(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.EIO
+    return False
 
 
 def temporary_files(directory: Path) -> list[Path]:
@@ -245,6 +254,31 @@ def test_servers_lost_while_loading(
     eventually(lambda: healthy(second), "writes go on by themselves", BOUND_S)
     eventually(lambda: loaded(second, space, hashes), "all can be loaded again", BOUND_S)
     assert second.store.stats().corrupt_blocks == 0
+
+
+def test_a_file_whose_replicas_disagree_costs_itself_alone(
+    volume: GlusterVolume, shared: tuple[Path, Path], host: Host
+) -> None:
+    first, second = host(shared[0], dram_blocks=40), host(shared[1])
+    space, hashes = first.space(), chain_hashes(20, 12)
+    save_below(first, space, rows(hashes, slice(4)))
+    name = hashes[4].tobytes().hex()
+    directory = shared[0] / "v1" / space.digest.hex() / name[:2]
+    directory.mkdir(exist_ok=True)
+    volume.make_replicas_disagree((directory / name).relative_to(volume.mounts[0]))
+    eventually(lambda: refused(directory / name), "the name is refused", BOUND_S)
+    eventually(lambda: healthy(first), "writes go on by themselves", BOUND_S)
+    assert save(first.store, space, hashes) == [OK] * 12
+    first.store.flush(2.0)
+    kept = rows(hashes, [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11])
+    eventually(lambda: loaded(second, second.space(), kept), "the other blocks are there", BOUND_S)
+    assert healthy(first)
+    assert second.store.match(second.space(), hashes).length == 4
+    assert set(Load(second.store, second.space(), rows(hashes, [4])).statuses()) <= FAILED
+    assert first.store.remove(space, hashes) > 0
+    assert healthy(first)
+    for brick in volume.bricks:  # the name cannot be removed through the mount
+        (brick / "data" / (directory / name).relative_to(volume.mounts[0])).unlink()
 
 
 def test_a_store_closes_while_its_servers_hang(
