@@ -173,6 +173,26 @@ def test_removed_and_cleared_blocks_stay_away_though_they_were_leased(tmp_path: 
         assert agent.end() == 0
 
 
+def test_a_block_that_lacks_a_part_is_not_found_and_its_slot_is_free(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    with Agent(*arguments(tmp_path, "4MiB")) as agent:
+        agent.wait_serving()
+        with AgentStore(path) as store:
+            space, halves = store.open(make_spec()), store.open(make_spec((BLOCK_BYTES // 2,) * 2))
+            assert not save(store, space, names(0, 4)).any()
+            data = payload(names(0, 6), 0, BLOCK_BYTES // 2)
+            job = store.save(halves, names(0, 6), Fragments.from_blocks(data), 0)
+            assert job.wait(TIMEOUT_S)
+            assert job.ok()
+            assert store.stats().pending_blocks == 6
+            agent.kill_serving()
+            reattached(store, space, names(0, 4))
+            assert not store.lookup([(halves, names(0, 6))])[0].any()
+            settled(store)
+            assert store.stats().tiers["dram"].blocks == 4
+        assert agent.end() == 0
+
+
 def test_the_order_of_eviction_survives(tmp_path: Path) -> None:
     """Chains lose their tail first, the least recently used one before others, also after a restart."""
     path = str(tmp_path / "agent.sock")
@@ -229,6 +249,7 @@ def test_a_late_writer_reaches_only_its_own_slots(tmp_path: Path, how: int | Non
             assert not save(store, space, names(0, 4)).any()
             agent.kill_serving()
             reattached(store, space, names(0, 4))
+            assert not store.lookup([(space, names(100, 4))])[0].any()  # granted, and never committed
             # All the room that there is, and more: the four slots are not in it.
             for first in range(200, 264, 8):
                 save(store, space, names(first, 8))
