@@ -19,6 +19,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from tierkv.agent.protocol import HEADER_BYTES, MAX_BODY_BYTES, Header, ProtocolError, decode_header
 from tierkv.errors import TierKVError
 
@@ -65,7 +67,8 @@ class Channel:
             deadline_s = None if wait_s is None else time.monotonic() + wait_s
             self._fill(memoryview(start), deadline_s, message_s, fds, max_fds)
             header = decode_header(start)
-            body = memoryview(bytearray(header.body_bytes))
+            # Not zeroed: memory for bytes that are announced and never come is never touched.
+            body = np.empty(header.body_bytes, np.uint8).data
             self._fill(body, time.monotonic() + message_s, message_s, fds, max_fds)
         except BaseException:
             for fd in fds:
