@@ -364,16 +364,18 @@ class Store:
             core.drain(kind)
         return removed
 
+    def wait_idle(self, timeout_s: float = 60.0) -> bool:
+        """Waits until no save and no write-through is queued or under way; False if some still is at `timeout_s`."""
+        self._check_open()
+        deadline_s = time.monotonic() + timeout_s
+        return self._saver.wait_idle(deadline_s) and self._writers.wait_idle(deadline_s)
+
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Waits for the saves under way, then writes to the next tier what only DRAM holds; False if not all was
         written by `timeout_s`. True means that a restart finds it (unless that tier had to evict it)."""
         self._check_open()
         deadline_s = time.monotonic() + timeout_s
-        return (
-            self._saver.wait_idle(deadline_s)
-            and self._writers.wait_idle(deadline_s)
-            and self._writers.flush(deadline_s)
-        )
+        return self.wait_idle(timeout_s) and self._writers.flush(deadline_s)
 
     # Insight
 

@@ -296,6 +296,7 @@ class _Run:
                 series.blocks.setdefault(name, []).append(tier.blocks)
 
     def result(self, trace: str, seconds: float, config: dict[str, Any]) -> ReplayResult:
+        self._store.wait_idle(self._options.timeout_s)  # what is written through counts too
         stats = self._store.stats()
         tiers = {}
         for name, tier in stats.tiers.items():
