@@ -22,7 +22,8 @@ from tierkv.agent.protocol import Kind
 from tierkv.agent.server import AgentServer
 from tierkv.clock import VirtualClock
 from tierkv.testing.buffers import make_spec, random_hashes
-from tierkv.testing.stores import OK, eventually, load, save
+from tierkv.testing.stores import OK, empty_cache, ended, eventually, load, save
+from tierkv.types import BlockStatus
 
 BLOCKS = 32
 
@@ -120,3 +121,32 @@ def test_a_client_may_have_many_leases_but_not_any_number(server: AgentServer) -
         assert isinstance(answer, str)
         assert answer.startswith("LimitError")
     check_settled(server)
+
+
+def test_loads_of_others_go_on_while_leases_hold_all_of_dram(tmp_path: Path) -> None:
+    """There is no room to bring blocks up: loads say so soon, and do not wait for each other until their deadlines."""
+    store_settings = store_config(tmp_path, 16, 64)
+    config = agent_config(tmp_path, store_settings, max_leased_bytes=1 << 30)
+    with serving(config) as server:
+        with AgentStore(config.socket, call_timeout_s=10.0) as store:
+            space, below, above = (
+                store.open(make_spec(BLOCK_BYTES)),
+                random_hashes(8, 9),
+                random_hashes(16, 10),
+            )
+            assert save(store, space, below) == [OK] * 8
+            assert save(store, space, above) == [OK] * 16
+            assert store.flush(30.0)
+            assert save(store, space, above) == [OK] * 16
+            lease = store.lease([(space, above)], 100.0)
+            assert ended(store.stage(lease)) == [OK] * 16
+            jobs = [
+                store.load(space, below, empty_cache(space, 8).fragments(range(8)), timeout_s=60.0)
+                for _ in range(3)
+            ]
+            for job in jobs:
+                assert ended(job, timeout_s=20.0) == [BlockStatus.TIMEOUT] * 8
+            assert load(store, space, above) == [OK] * 16
+            assert lease.release()
+            assert load(store, space, below) == [OK] * 8
+        check_settled(server)

@@ -349,7 +349,11 @@ class Loader:
             )
             if request.make_room and len(granted) < len(new):
                 more = self._room.allocate(
-                    TierKind.DRAM, space, len(new) - len(granted), deadline_s=request.deadline_s
+                    TierKind.DRAM,
+                    space,
+                    len(new) - len(granted),
+                    deadline_s=request.deadline_s,
+                    patient=False,  # this load is among those that others would wait for, and they for it
                 )
                 granted = np.concatenate([granted, more])
             if len(granted):
