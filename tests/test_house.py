@@ -39,7 +39,7 @@ NEIGHBOURS: dict[str, frozenset[str]] = {
 
 SEAM_PACKAGES: dict[str, frozenset[str]] = {
     "io": frozenset({"base", "queue"}),
-    "tiers": frozenset({"base"}),
+    "tiers": frozenset({"base", "reports"}),
     "transport": frozenset({"base"}),
     "cluster": frozenset({"base"}),
 }

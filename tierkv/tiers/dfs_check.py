@@ -32,39 +32,11 @@ from tierkv.tiers.dfs_format import (
     read_header,
 )
 from tierkv.tiers.dfs_works import read_small, subdirectories
+from tierkv.tiers.reports import KeyspaceReport, VerifyReport
 from tierkv.types import BlockStatus
 
 _THREADS = 4
 _CHUNK = 64
-
-
-class KeyspaceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One keyspace of a directory. Ages are of the files' last change; 0 where there are none."""
-
-    digest: str
-    """In hex."""
-    spec: KeyspaceSpec | None
-    """None: its spec.json is missing or unreadable; a listing passes over its blocks."""
-    blocks: int
-    bytes: int
-    """Of the files, headers included."""
-    oldest_s: float
-    newest_s: float
-
-
-class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What verify_tree found."""
-
-    directory: str
-    format_version: int
-    checked: int
-    good: int
-    bad: int
-    repaired: int
-    """Bad files that were removed."""
-    reasons: dict[str, int]
-    """Why, for the bad ones."""
-    keyspaces: list[KeyspaceReport]
 
 
 class InspectReport(msgspec.Struct, frozen=True, kw_only=True):

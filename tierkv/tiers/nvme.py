@@ -37,8 +37,6 @@ from tierkv.tiers.base import Batch, Residents, TierInfo, slot_offsets
 from tierkv.tiers.nvme_breaker import WriteBreaker
 from tierkv.tiers.nvme_check import (
     InspectReport,
-    KeyspaceReport,
-    VerifyReport,
     inspect_directory,
     verify_directory,
 )
@@ -46,6 +44,7 @@ from tierkv.tiers.nvme_commit import Committer, Deletion, WriteChunk
 from tierkv.tiers.nvme_directory import CATALOG_NAME, DirectoryLock, SlotFile, make_directory
 from tierkv.tiers.nvme_recovery import Recovery
 from tierkv.tiers.nvme_table import Found, SlotTable, names_of
+from tierkv.tiers.reports import KeyspaceReport, VerifyReport
 from tierkv.types import (
     NO_SLOT,
     SLOT_GRANULE_BYTES,

@@ -25,39 +25,11 @@ from tierkv.memory import slot_bytes_for
 from tierkv.tiers.base import slot_offsets
 from tierkv.tiers.nvme_directory import CATALOG_NAME, SLOTS_NAME, DirectoryLock, SlotFile, holder_of
 from tierkv.tiers.nvme_recovery import entry_faults
+from tierkv.tiers.reports import KeyspaceReport, VerifyReport
 from tierkv.types import SLOT_GRANULE_BYTES, BlockStatus, Int64Array
 
 _BUFFER_BYTES = 32 << 20
 _READ_TIMEOUT_S = 300.0
-
-
-class KeyspaceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One keyspace of a directory. Ages are of the blocks' writing; 0 where there are none."""
-
-    digest: str
-    """In hex."""
-    spec: KeyspaceSpec | None
-    """None: the catalog has blocks but no readable spec."""
-    blocks: int
-    bytes: int
-    """Of the blocks themselves, without the rounding of their slots."""
-    oldest_s: float
-    newest_s: float
-
-
-class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What verify_directory found."""
-
-    directory: str
-    format_version: int
-    checked: int
-    good: int
-    bad: int
-    repaired: int
-    """Bad entries that were deleted."""
-    reasons: dict[str, int]
-    """Why, for the bad ones."""
-    keyspaces: list[KeyspaceReport]
 
 
 class InspectReport(msgspec.Struct, frozen=True, kw_only=True):
