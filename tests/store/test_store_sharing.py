@@ -20,9 +20,11 @@ from store_harness import (
     save,
 )
 
+from tierkv.errors import StorageError
 from tierkv.keys import Keyspace
 from tierkv.testing.buffers import random_hashes
 from tierkv.testing.faults import FaultyTier
+from tierkv.testing.wrappers import TierWrapper
 from tierkv.tiers.base import Residents, Tier
 from tierkv.types import BoolArray, HashArray, TierKind
 
@@ -156,3 +158,40 @@ def test_a_directory_that_does_not_answer_costs_a_look_up_a_bounded_time(tmp_pat
         assert save(rig.store, space, mine) == [OK] * 3
         assert rig.store.match(space, mine).length == 3
         rig.listing.go.set()
+
+
+class SilentTier(TierWrapper):
+    """Cannot be listed while `silent`."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.silent = False
+        self.asked = 0
+
+    def recover(self) -> Iterator[Residents]:
+        if self.silent:
+            self.asked += 1
+            raise StorageError("the medium does not answer")
+        return super().recover()
+
+
+class SilentRig(Rig):
+    silent: SilentTier
+
+    def _wrap(self, tier: Tier) -> Tier:
+        wrapped = super()._wrap(tier)
+        if tier.info.shared:
+            wrapped = self.silent = SilentTier(wrapped)
+        return wrapped
+
+
+def test_a_listing_that_fails_does_not_make_the_store_forget(tmp_path: Path) -> None:
+    with SilentRig(tmp_path, dram_blocks=16, dfs_blocks=None, dfs={"rescan_s": 0.05}) as rig:
+        space, hashes = rig.space(), random_hashes(4, 1)
+        save(rig.store, space, hashes)
+        eventually(
+            lambda: in_tier(TierKind.DFS, masks(rig.store, space, hashes)) == [True] * 4, "write-through"
+        )
+        rig.silent.silent = True
+        eventually(lambda: rig.silent.asked >= 3, "it is asked again and again")
+        assert in_tier(TierKind.DFS, masks(rig.store, space, hashes)) == [True] * 4

@@ -12,15 +12,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tierkv import placement
-from tierkv.errors import TierKVError
+from tierkv.errors import StorageError, TierKVError
 from tierkv.keys import Keyspace
 from tierkv.store.core import Core, log
-from tierkv.tiers.base import Tier
+from tierkv.tiers.base import Residents, Tier
 from tierkv.types import NO_SLOT, HashArray, TierKind
 
 _FIRST_PROBE = 16
@@ -28,7 +29,7 @@ _LONGEST_PROBE = 512
 _QUEUED_PROBES = 64
 _REMEMBERED = 4096
 _MISSING_FOR_S = 1.0
-_AGAIN_S = 1.0
+_AGAIN_S = 5.0
 _EXPORT = 65536
 
 
@@ -122,7 +123,9 @@ class Sharing:
         removals = {space.number: core.removals(space) for space in core.spaces()}
         listed: dict[int, list[HashArray]] = {}
         complete = True
-        for residents in self._tier.recover():
+        for residents in self._listing():
+            if residents is None:
+                return False  # what was not listed is not gone
             if core.closing.is_set():
                 return True
             try:
@@ -141,6 +144,14 @@ class Sharing:
                 if gone.any():
                     core.index.remove(number, np.ascontiguousarray(hashes[gone]), placement.bit(self._kind))
         return complete
+
+    def _listing(self) -> Iterator[Residents | None]:
+        """The tier's blocks; None at the end if it could not be listed whole."""
+        try:
+            yield from self._tier.recover()
+        except StorageError as error:
+            log.warning("%s", error)
+            yield None
 
     def _held(self, space: Keyspace) -> HashArray:
         """All blocks that the index has in the tier now."""

@@ -129,7 +129,10 @@ class Tier(Protocol):
         ...
 
     def recover(self) -> Iterator[Residents]:
-        """What the medium held when it was opened (or, if shared, holds now), keyspace by keyspace, in batches."""
+        """What the medium held when it was opened (or, if shared, holds now), keyspace by keyspace, in batches.
+
+        A shared tier that cannot be listed whole yields what it can and then raises StorageError.
+        """
         ...
 
     def probe(self, space: Keyspace, hashes: HashArray) -> BoolArray:

@@ -19,7 +19,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
@@ -471,30 +471,40 @@ class DfsTier:
 
     def recover(self) -> Iterator[Residents]:
         """Lists the directory as it is now, keyspace by keyspace, in batches, oldest first; removes what
-        crashed writers left. Waits for the medium: subdirectories that do not answer are left out."""
+        crashed writers left. Waits for the medium. StorageError at the end where some of it did not answer."""
         names: list[str] = []
+        silent = 0
         if not self._call(lambda files: names.extend(files.listdir(self._base))):
             self._count("recover: unreadable")
-            return
+            silent = 1
         for name in sorted(names):
             if is_hash_name(name) and bytes.fromhex(name) not in self._hidden:
-                yield from self._recover_keyspace(name)
+                silent += yield from self._recover_keyspace(name)
         for name in names:
             if name.startswith(FORGOTTEN_PREFIX):
                 self._remove_tree(f"{self._base}/{name}")
+        if silent and not self._closed:
+            raise StorageError(
+                f"{self._base}: {silent} of its directories could not be listed: what they hold is not known; "
+                f"check that the file system answers"
+            )
 
-    def _recover_keyspace(self, name: str) -> Iterator[Residents]:
+    def _recover_keyspace(self, name: str) -> Generator[Residents, None, int]:
+        """Yields what a keyspace holds; returns how many directories did not answer."""
         directory = f"{self._base}/{name}"
         texts: list[bytes] = []
         inside: list[str] = []
 
         def look(files: FileOps) -> None:
-            texts.append(read_small(files, f"{directory}/{SPEC_NAME}"))
+            try:
+                texts.append(read_small(files, f"{directory}/{SPEC_NAME}"))
+            except FileNotFoundError:
+                texts.append(b"")
             inside.extend(subdirectories(files.listdir(directory)))
 
         if not self._call(look):
             self._count("recover: keyspace unreadable")
-            return
+            return 1
         try:
             spec = KeyspaceSpec.from_json(texts[0])
             if spec.digest().hex() != name:
@@ -502,14 +512,14 @@ class DfsTier:
         except KeyspaceError as error:
             self._count("recover: spec unreadable")
             _log.warning("%s/%s: %s; its blocks are left alone", directory, SPEC_NAME, error)
-            return
+            return 0
         if not inside:
-            return
+            return 0
         work = ListWork(self._files, directory, inside, spec.block_bytes, self._clock.wall_s())
         self._submit(work)
         while not work.job.wait(_WAIT_SLICE_S):
             if self._closed:
-                return
+                return 0
         listed = [entry for entry in work.listed if entry is not None]
         for entry in listed:
             for reason, count in entry.odd.items():
@@ -519,10 +529,11 @@ class DfsTier:
         hashes = hashes[np.argsort(times, kind="stable")]
         for start in range(0, len(hashes), RECOVER_BATCH):
             if bytes.fromhex(name) in self._hidden:
-                return
+                return 0
             batch = hashes[start : start + RECOVER_BATCH]
             self._accounts.found(bytes.fromhex(name), file_bytes(spec.block_bytes), batch)
             yield Residents(spec, batch, np.zeros(len(batch), np.uint32))
+        return len(work.listed) - len(listed)
 
     def _call(self, action: Callable[[FileOps], None]) -> bool:
         """Runs action(files) on a thread of the pool; False when it failed or was overdue."""
