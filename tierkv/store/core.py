@@ -71,7 +71,12 @@ class Core:
         self.staging = Staging(config.staging_bytes)
         self.changed = threading.Condition()
         self.closing = threading.Event()
+        self.tick = threading.Event()
+        """Wakes the ticker before its time."""
         self._janitor: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._late_lock = threading.Lock()
+        self.late = 0
+        """Transfers that outlived their deadline and are not cleaned up yet."""
         self._spaces_lock = threading.Lock()
         self._by_digest: dict[bytes, Keyspace] = {}
         self._by_number: dict[int, Keyspace] = {}
@@ -278,7 +283,14 @@ class Core:
 
         The job's callback itself runs on a thread of the tier, which must not wait for the tier.
         """
-        job.add_done_callback(lambda _: self._janitor.put(action))
+        with self._late_lock:
+            self.late += 1
+
+        def ended(_: Job) -> None:
+            self._janitor.put(action)
+            self.tick.set()
+
+        job.add_done_callback(ended)
 
     def tidy(self) -> None:
         """Runs what when_done() has collected."""
@@ -291,6 +303,9 @@ class Core:
                 action()
             except Exception:  # one transfer's clean-up must not keep the others from theirs
                 log.exception("cleaning up after a late transfer failed")
+            finally:
+                with self._late_lock:
+                    self.late -= 1
 
     def batch(self, space: Keyspace, hashes: HashArray, slots: SlotArray, addresses: np.ndarray) -> Batch:
         """A batch of whole blocks."""

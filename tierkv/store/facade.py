@@ -432,6 +432,7 @@ class Store:
             self._closed = True
         core = self._core
         core.closing.set()
+        core.tick.set()
         core.announce()
         self._saver.close(_CLOSE_TIMEOUT_S)
         self._writers.close(_CLOSE_TIMEOUT_S)
@@ -469,7 +470,9 @@ class Store:
     def _tick(self) -> None:
         """Ends what has expired, and cleans up after transfers that outlived their deadline."""
         core = self._core
-        while not core.closing.wait(_TICK_S):
+        while not core.closing.is_set():
+            core.tick.wait(_TICK_S)
+            core.tick.clear()
             try:
                 core.expire()
                 core.tidy()
