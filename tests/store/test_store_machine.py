@@ -384,6 +384,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.check_everything()
 
     def check_everything(self) -> None:
+        for sharing in self.rig.store._sharing:  # what only the shared tier holds is known after its listing
+            assert sharing.scanned.wait(TIMEOUT_S)
         for space in self.spaces:
             self.finish_load(Load(self.rig.store, space, self.everything()))
 
