@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from tierkv._native import CopyPool, Index
+from tierkv._native import RESERVE_NO_SLOT, CopyPool, Index
 from tierkv.clock import Clock
 from tierkv.config import Admission, StoreConfig
 from tierkv.errors import ConfigError, KeyspaceError
@@ -43,6 +43,7 @@ from tierkv.types import (
 log = logging.getLogger("tierkv.store")
 
 LOOKUP_ORDER = bytes([TierKind.DRAM, TierKind.NVME, TierKind.DFS])
+NO_SLOTS = np.empty(0, np.uint32)
 _MAX_CLASSES = 255
 _CLOSING_NOTICED_S = 0.25
 
@@ -207,6 +208,32 @@ class Core:
         if self.roster is not None:
             self.roster.named(space, hashes, slots, owner)
 
+    def reserve_dram(
+        self,
+        space: Keyspace,
+        hashes: HashArray,
+        part: int,
+        part_count: int,
+        allocate: Callable[[int], SlotArray],
+    ) -> tuple[UInt8Array, SlotArray, UInt32Array]:
+        """Index.reserve() in DRAM: (outcome, slot, handle). `allocate(count)` is asked for the slots of just those
+        blocks that need one, and may give fewer."""
+        deadline = self.clock.monotonic_s() + self.config.save_timeout_s
+        arguments = (self.size_class(space), part, part_count, deadline)
+        outcome, slots, handles, _ = self.index.reserve(
+            space.number, hashes, TierKind.DRAM, NO_SLOTS, *arguments
+        )
+        new = np.flatnonzero(outcome == RESERVE_NO_SLOT)
+        granted = allocate(len(new)) if len(new) else NO_SLOTS
+        if len(granted):
+            found = self.index.reserve(
+                space.number, np.ascontiguousarray(hashes[new]), TierKind.DRAM, granted, *arguments
+            )
+            outcome[new], slots[new], handles[new] = found[:3]
+            if found[3] < len(granted):
+                self.dram.free_slots(granted[found[3] :])
+        return outcome, slots, handles
+
     def commit_dram(self, handles: UInt32Array, slots: SlotArray, part: int) -> BoolArray:
         """Index.commit() of reserved DRAM slots, also for a process that is restarted."""
         if self.roster is None:
@@ -363,6 +390,6 @@ def select(mask: BoolArray | np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarra
     return tuple(np.ascontiguousarray(array[mask]) for array in arrays)
 
 
-def u8(value: int, count: int) -> UInt8Array:
-    """(count,) uint8 of one value."""
-    return np.full(count, value, np.uint8)
+def chunk_blocks(space: Keyspace, most_blocks: int, most_bytes: int) -> int:
+    """How many blocks of `space` go into one chunk: at least one."""
+    return max(1, min(most_blocks, most_bytes // slot_bytes_for(space.block_bytes)))

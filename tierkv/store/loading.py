@@ -24,8 +24,7 @@ from tierkv._native import RESERVE_BUSY, RESERVE_KNOWN, RESERVE_NEW
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
-from tierkv.memory import slot_bytes_for
-from tierkv.store.core import LOOKUP_ORDER, Core, log, select
+from tierkv.store.core import LOOKUP_ORDER, NO_SLOTS, Core, chunk_blocks, log, select
 from tierkv.store.room import Room
 from tierkv.types import (
     NO_SLOT,
@@ -45,7 +44,6 @@ _CHUNKS_IN_FLIGHT = 2
 _FOLLOW_S = 1.0
 """How long a request waits for another one's transfer of the same block before it reads the block for itself."""
 _LOOK_AGAIN_S = 5.0
-_NO_SLOTS = np.empty(0, np.uint32)
 _DRAM_ONLY = bytes([TierKind.DRAM])
 _DROPPED_FOR = (BlockStatus.MISS, BlockStatus.CORRUPT, BlockStatus.IO_ERROR)
 """After these the copy is erased: it is gone, bad, or would fail again."""
@@ -245,7 +243,7 @@ class Loader:
 
     def _load_from_lower(self, request: _Request, work: _Work) -> None:
         core, space = self._core, request.space
-        step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+        step = chunk_blocks(space, _CHUNK_BLOCKS, _CHUNK_BYTES)
         for kind, queue in work.waiting.items():
             positions = np.flatnonzero(request.tiers == kind)
             queue.extend(positions[start : start + step] for start in range(0, len(positions), step))
@@ -301,7 +299,7 @@ class Loader:
         in_dram = reserved != NO_SLOT
         addresses[in_dram] = core.dram.addresses(np.ascontiguousarray(targets[in_dram]))
         staged = np.flatnonzero(~in_dram)
-        buffers = _NO_SLOTS
+        buffers = NO_SLOTS
         if len(staged) and request.into is None:
             self._settle_lower(request, positions[staged], BlockStatus.NO_SPACE)
             positions, hashes, addresses, reserved = select(in_dram, positions, hashes, addresses, reserved)
@@ -337,32 +335,23 @@ class Loader:
     def _reserve(self, request: _Request, hashes: HashArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reserves DRAM slots for what is about to be read: (outcome, slot, handle)."""
         core, space = self._core, request.space
-        deadline = core.clock.monotonic_s() + core.config.save_timeout_s
-        arguments = (core.size_class(space), 0, 1, deadline)
-        outcome, slots, handles, _ = core.index.reserve(
-            space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments
-        )
-        new = np.flatnonzero((outcome != RESERVE_KNOWN) & (outcome != RESERVE_BUSY))
-        if len(new):
+
+        def room_for(count: int) -> SlotArray:
             granted = self._room.allocate(
-                TierKind.DRAM, space, len(new), deadline_s=request.deadline_s, may_write=False
+                TierKind.DRAM, space, count, deadline_s=request.deadline_s, may_write=False
             )
-            if request.make_room and len(granted) < len(new):
-                more = self._room.allocate(
-                    TierKind.DRAM,
-                    space,
-                    len(new) - len(granted),
-                    deadline_s=request.deadline_s,
-                    patient=False,  # this load is among those that others would wait for, and they for it
-                )
-                granted = np.concatenate([granted, more])
-            if len(granted):
-                found = core.index.reserve(
-                    space.number, np.ascontiguousarray(hashes[new]), TierKind.DRAM, granted, *arguments
-                )
-                outcome[new], slots[new], handles[new] = found[:3]
-                if found[3] < len(granted):
-                    core.dram.free_slots(granted[found[3] :])
+            if not request.make_room or len(granted) == count:
+                return granted
+            more = self._room.allocate(
+                TierKind.DRAM,
+                space,
+                count - len(granted),
+                deadline_s=request.deadline_s,
+                patient=False,  # this load is among those that others would wait for, and they for it
+            )
+            return np.concatenate([granted, more])
+
+        outcome, slots, handles = core.reserve_dram(space, hashes, 0, 1, room_for)
         handles[outcome != RESERVE_NEW] = NO_SLOT
         mine = np.flatnonzero(handles != NO_SLOT)
         core.name_slots(space, np.ascontiguousarray(hashes[mine]), np.ascontiguousarray(slots[mine]))
@@ -482,7 +471,7 @@ class Loader:
         if len(positions):
             work.alone = work.alone or time.monotonic() >= work.follow_until_s
             arguments = (core.size_class(space), 0, 1, 0.0)
-            outcome = core.index.reserve(space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments)[0]
+            outcome = core.index.reserve(space.number, hashes, TierKind.DRAM, NO_SLOTS, *arguments)[0]
             own = np.ones(len(positions), np.bool_) if work.alone else outcome != RESERVE_BUSY
             for kind, queue in work.waiting.items():
                 again = positions[own & (request.tiers[positions] == kind)]

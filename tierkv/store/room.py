@@ -18,7 +18,7 @@ from tierkv import placement
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
 from tierkv.memory import slot_bytes_for
-from tierkv.store.core import Core, log, select, wait_for_change
+from tierkv.store.core import NO_SLOTS, Core, chunk_blocks, log, select, wait_for_change
 from tierkv.tiers.base import Batch
 from tierkv.types import NO_SLOT, BlockStatus, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
 
@@ -28,7 +28,6 @@ _STAGED_BLOCKS = 16
 _SLAB_CANDIDATES = 256
 _SLABS_TRIED = 8
 _MOST_REFUSALS = 8
-_NO_SLOTS = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +140,7 @@ class Room:
                 if waits and wait_for_change(core, deadline_s):
                     continue
                 count = min(count, tier.available(space))
-            return _NO_SLOTS
+            return NO_SLOTS
         finally:
             if kind is TierKind.DRAM:
                 self._ahead_wanted.set()
@@ -235,7 +234,7 @@ class Room:
         """Writes pinned victims to `target`, then erases them from `kind`; returns how many left."""
         left = 0
         for space, where in self._core.by_space(victims.spaces):
-            step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+            step = chunk_blocks(space, _CHUNK_BLOCKS, _CHUNK_BYTES)
             for start in range(0, len(where), step):
                 left += self._demote_chunk(
                     kind, target, space, victims.at(where[start : start + step]), deadline_s
@@ -339,7 +338,7 @@ class Room:
         """
         core = self._core
 
-        slots = _NO_SLOTS
+        slots = NO_SLOTS
         if len(source):
             slots = self.allocate(target, space, len(source), deadline_s=deadline_s, patient=False)
         if not len(slots):

@@ -23,14 +23,13 @@ from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
 from tierkv.memory import slot_bytes_for
-from tierkv.store.core import Core, log, select
+from tierkv.store.core import NO_SLOTS, Core, chunk_blocks, log, select
 from tierkv.store.room import Room
 from tierkv.store.writing import Writers
 from tierkv.types import NO_SLOT, BlockStatus, HashArray, SlotArray, TierKind, UInt8Array, UInt32Array
 
 _CHUNK_BLOCKS = 128
 _CHUNK_BYTES = 256 << 20
-_NO_SLOTS = np.empty(0, np.uint32)
 _DRAM_ONLY = bytes([TierKind.DRAM])
 _GRANT_TIMEOUT_S = 120.0
 _MAX_PARTS = 64
@@ -247,7 +246,7 @@ class Saver:
     ) -> int:
         """Saves chunk by chunk; returns in how many rounds. What must stay until the end is added to `own`."""
         core, space, rounds = self._core, request.space, 0
-        step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+        step = chunk_blocks(space, _CHUNK_BLOCKS, _CHUNK_BYTES)
         for start in range(0, len(todo), step):
             chunk = todo[start : start + step]
             if core.closing.is_set() or core.epoch(space) != request.epoch:
@@ -285,22 +284,14 @@ class Saver:
     def _save_round(self, request: _Request, chunk: np.ndarray) -> np.ndarray:
         """Reserves, copies and commits what fits now; returns the positions that found no room."""
         core, space, part = self._core, request.space, request.part
-        index, hashes = core.index, np.ascontiguousarray(request.hashes[chunk])
-        deadline = core.clock.monotonic_s() + core.config.save_timeout_s
-        arguments = (core.size_class(space), part, len(space.part_bytes), deadline)
-
-        outcome, slots, handles, _ = index.reserve(space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments)
-        new = np.flatnonzero(outcome == RESERVE_NO_SLOT)
-        if len(new):
-            granted = self._room.allocate(TierKind.DRAM, space, len(new), deadline_s=request.deadline_s)
-            if len(granted):
-                found = index.reserve(
-                    space.number, np.ascontiguousarray(hashes[new]), TierKind.DRAM, granted, *arguments
-                )
-                outcome[new], slots[new], handles[new] = found[:3]
-                if found[3] < len(granted):
-                    core.dram.free_slots(granted[found[3] :])
-
+        hashes = np.ascontiguousarray(request.hashes[chunk])
+        outcome, slots, handles = core.reserve_dram(
+            space,
+            hashes,
+            part,
+            len(space.part_bytes),
+            lambda count: self._room.allocate(TierKind.DRAM, space, count, deadline_s=request.deadline_s),
+        )
         mine = np.flatnonzero((outcome == RESERVE_NEW) | (outcome == RESERVE_JOINED))
         if len(mine):
             self._copy_in(request, chunk, mine, handles, slots)
@@ -363,7 +354,7 @@ class Saver:
             # Given up meanwhile (deadline, clear, remove): neither known nor pending any more.
             # Asked with a number of parts that no pending block has, so that nothing is reserved by asking.
             arguments = (core.size_class(space), 0, len(space.part_bytes) % _MAX_PARTS + 1, 0.0)
-            outcome = core.index.reserve(space.number, hashes, TierKind.DRAM, _NO_SLOTS, *arguments)[0]
+            outcome = core.index.reserve(space.number, hashes, TierKind.DRAM, NO_SLOTS, *arguments)[0]
             lost = (outcome == RESERVE_NO_SLOT) & (core.index.lookup(space.number, hashes) == 0)
             status[granted[lost]] = BlockStatus.CANCELLED
             core.touch(space, request.hashes, reused=False)

@@ -14,8 +14,7 @@ import numpy as np
 
 from tierkv import placement
 from tierkv.keys import Keyspace
-from tierkv.memory import slot_bytes_for
-from tierkv.store.core import Core, log, select
+from tierkv.store.core import Core, chunk_blocks, log, select
 from tierkv.store.room import Room, Victims
 from tierkv.types import NO_SLOT, HashArray, TierKind, UInt32Array
 
@@ -89,9 +88,8 @@ def copy_chunks(
 ) -> int:
     """Writes pinned DRAM blocks to `target` and releases their pins; returns how many were stored."""
     stored = 0
-    slot_bytes = slot_bytes_for(space.block_bytes)
-    fits = min(_CHUNK_BYTES, core.tiers[target].info.capacity_bytes) // slot_bytes
-    step = max(1, min(_CHUNK_BLOCKS, fits))
+    most_bytes = min(_CHUNK_BYTES, core.tiers[target].info.capacity_bytes)
+    step = chunk_blocks(space, _CHUNK_BLOCKS, most_bytes)
     for start in range(0, len(pinned), step):
         chunk = pinned.at(np.arange(start, min(start + step, len(pinned))))
         ticket = room.enter()
@@ -158,7 +156,7 @@ class _Writer:
 
     def _write(self, space: Keyspace, hashes: HashArray) -> None:
         core = self._core
-        step = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // slot_bytes_for(space.block_bytes)))
+        step = chunk_blocks(space, _CHUNK_BLOCKS, _CHUNK_BYTES)
         for start in range(0, len(hashes), step):
             chunk = np.ascontiguousarray(hashes[start : start + step])
             lacking = (core.index.lookup(space.number, chunk) & placement.bit(self._kind)) == 0

@@ -196,12 +196,6 @@ class DramTier:
                 self.free_slots(gone)
             return bool(len(gone))
 
-    @property
-    def left_slots(self) -> int:
-        """How many slots wait for their writers to be gone."""
-        left = self._left
-        return 0 if left is None else len(left.slots)
-
     def probe(self, space: Keyspace, hashes: HashArray) -> BoolArray:
         """None of them: only this process writes here, and it knows what it wrote."""
         return np.zeros(len(hashes), np.bool_)
