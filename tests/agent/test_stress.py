@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
+from agent_harness import BLOCK_BYTES, agent_config, serving
 
+from tierkv.agent.client import AgentStore
 from tierkv.testing import stress
+from tierkv.testing.buffers import make_spec
+from tierkv.testing.stores import TIMEOUT_S, eventually, in_threads
 
 pytestmark = pytest.mark.crash
 
@@ -51,6 +56,38 @@ def test_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for what in ("forgotten.tmp", "1 of 2 blocks", "ended with status -6"):
         assert what in text
     assert "torn" not in text
+
+
+def test_one_descriptor_or_thread_more_is_found(tmp_path: Path) -> None:
+    before = stress.Held.by(os.getpid())
+    assert not stress.Held.by(os.getpid()).beyond(before)
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, args=(stress._WAIT_S,))
+    thread.start()
+    try:
+        with open(tmp_path / "open", "wb"):
+            found = stress.Held.by(os.getpid()).beyond(before)
+    finally:
+        end.set()
+        thread.join(stress._WAIT_S)
+    assert len(found) == 2
+    assert str(tmp_path / "open") in found[0]
+    assert f"{before.threads + 1} threads, {before.threads} at" in found[1]
+
+
+def test_what_an_agent_was_asked_does_not_make_it_start_threads(tmp_path: Path) -> None:
+    with serving(agent_config(tmp_path)) as server, AgentStore(server.config.socket) as store:
+        before = threading.active_count()
+        clients = [AgentStore(server.config.socket) for _ in range(6)]
+        spaces = [client.open(make_spec(BLOCK_BYTES)) for client in clients]
+        in_threads(
+            lambda number: [clients[number].flush(TIMEOUT_S), clients[number].clear(spaces[number])],
+            range(6),
+        )
+        for client in clients:
+            client.close()
+        eventually(lambda: threading.active_count() <= before, "only what was there at the start is left")
+        assert store.attached
 
 
 @pytest.mark.slow

@@ -64,7 +64,13 @@ class AgentServer:
         except BaseException:
             os.close(self._lock_file)
             raise
-        self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="tierkv-slow")
+        try:
+            self._slow = _started_pool(_SLOW_THREADS)
+        except BaseException:
+            self._listener.close()
+            self.store.close(0)
+            os.close(self._lock_file)
+            raise
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._stopping = threading.Event()
@@ -243,3 +249,18 @@ class AgentServer:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
+
+
+def _started_pool(threads: int) -> ThreadPoolExecutor:
+    """A pool whose threads all run from the start: what an agent holds must not depend on what it was asked for, or
+    its growth would look like a leak."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tierkv-slow")
+    all_there = threading.Barrier(threads)
+    try:
+        for _ in range(threads):  # none is idle before the last has started, so each call starts one
+            pool.submit(all_there.wait, _JOIN_TIMEOUT_S)
+    except BaseException:  # no thread to be had
+        all_there.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    return pool

@@ -367,7 +367,7 @@ class Stress:
 
     # Checks
 
-    def _with_client(self, work: Callable[[AgentStore], _Held]) -> _Held:
+    def _with_client(self, work: Callable[[AgentStore], Held]) -> Held:
         deadline_s = time.monotonic() + _WAIT_S
         while True:
             try:
@@ -378,7 +378,7 @@ class Stress:
                     raise
                 time.sleep(0.05)
 
-    def _warm_up(self, store: AgentStore) -> _Held:
+    def _warm_up(self, store: AgentStore) -> Held:
         """Makes the agent open and start all that it has only once."""
         with CopyPoolOf(1) as pool:
             report = os.open(
@@ -393,25 +393,17 @@ class Stress:
         store.flush(_WAIT_S)
         return self._held()
 
-    def _held(self) -> _Held:
-        pid = self._agent_pid()
-        descriptors: dict[str, int] = {}
-        for name in _listing(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{name}").partition(":[")[0]
-            except FileNotFoundError:
-                continue
-            descriptors[target] = descriptors.get(target, 0) + 1
-        return _Held(descriptors, len(_listing(f"/proc/{pid}/task")))
+    def _held(self) -> Held:
+        return Held.by(self._agent_pid())
 
-    def _check_settled(self, store: AgentStore, before: _Held) -> _Held:
+    def _check_settled(self, store: AgentStore, before: Held) -> Held:
         """Nothing is held for anybody; each slot belongs to a block; what is there has the right bytes."""
         deadline_s = time.monotonic() + _WAIT_S
         left: list[str] = ["?"]
         while left and time.monotonic() < deadline_s:
             stats = store.stats()
             left = _held_by_somebody(stats)
-            left += self._more_than(before) if not left else []
+            left += self._held().beyond(before) if not left else []
             if left:
                 time.sleep(0.1)
         self.outcome.faults += [f"{what} after all clients have ended" for what in left]
@@ -428,17 +420,6 @@ class Stress:
             finally:
                 os.close(report)
         return before
-
-    def _more_than(self, before: _Held) -> list[str]:
-        now = self._held()
-        more = [
-            f"the agent has {count} descriptors of {what}, {before.descriptors.get(what, 0)} at the start"
-            for what, count in now.descriptors.items()
-            if count > before.descriptors.get(what, 0) and "pidfd" not in what
-        ]
-        if now.threads > before.threads:
-            more.append(f"the agent has {now.threads} threads, {before.threads} at the start")
-        return more
 
     def _check_left_behind(self) -> None:
         faults = self.outcome.faults
@@ -480,11 +461,43 @@ class Stress:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Descriptors of the agent by what they are of, and its threads."""
+class Held:
+    """What a process has open and running: descriptors by what they are of, and threads."""
 
     descriptors: dict[str, int]
     threads: int
+
+    @classmethod
+    def by(cls, pid: int) -> Held:
+        """What the process `pid` holds now."""
+        descriptors: dict[str, int] = {}
+        for name in _listing(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{name}").partition(":[")[0]
+            except FileNotFoundError:
+                continue
+            descriptors[target] = descriptors.get(target, 0) + 1
+        return cls(descriptors, sum(_is_own_thread(pid, name) for name in _listing(f"/proc/{pid}/task")))
+
+    def beyond(self, before: Held) -> list[str]:
+        """What it holds more than before. An agent opens and starts all that is not a client's once, when it starts
+        or is first used, so one descriptor or thread more is a leak."""
+        more = [
+            f"the agent has {count} descriptors of {what}, {before.descriptors.get(what, 0)} at the start"
+            for what, count in self.descriptors.items()
+            if count > before.descriptors.get(what, 0) and "pidfd" not in what
+        ]
+        if self.threads > before.threads:
+            more.append(f"the agent has {self.threads} threads, {before.threads} at the start")
+        return more
+
+
+def _is_own_thread(pid: int, task: str) -> bool:
+    """Whether a task is the process's own thread: the kernel adds and ends workers of io_uring as it likes."""
+    try:
+        return not Path(f"/proc/{pid}/task/{task}/comm").read_text().startswith("iou-")
+    except OSError:
+        return False  # it has ended
 
 
 class CopyPoolOf:
