@@ -1,0 +1,1 @@
+"""Adapters: what makes tierkv the back end of an inference engine, one package an engine."""
