@@ -110,7 +110,7 @@ class RawClient:
             self.send(encode(Kind.HELLO, 0, REQUESTS[Kind.HELLO], ("raw",)))
             header, body, fds = self.receive(max_fds=1)
             assert header.kind == Kind.ANSWER
-            _, arena_bytes, _ = decode_body(ANSWERS[Kind.HELLO], body)
+            _, arena_bytes, *_ = decode_body(ANSWERS[Kind.HELLO], body)
             self.arena = Arena.attach(fds[0], arena_bytes)
             os.close(fds[0])
 

@@ -201,6 +201,16 @@ class Channel:
 
     # Ending
 
+    def is_open(self) -> bool:
+        """Whether neither side has ended the connection; asks the kernel, so that nothing is seen late."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            ended = bool(poll.poll(0))
+        except (OSError, ValueError):  # closed
+            return False
+        return not ended and not self._closed  # in this order: the descriptor may have been closed meanwhile
+
     def _break(self) -> None:
         """Makes both directions end; the descriptor itself is closed by close(). Under the lock."""
         self._closed = True

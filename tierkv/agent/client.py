@@ -5,8 +5,9 @@ commit. Control messages are answered on a connection thread; copies run on thre
 wait for nothing but look-ups, and those have a deadline.
 
 Losing the agent is not an error: look-ups find nothing, loads end as TIMEOUT, saves as DROPPED, and the client attaches
-again by itself when the agent is back. A copy out of the arena counts only when the agent confirms that the lease was
-still held after the copy; whatever happened to the slots meanwhile, wrong bytes are never reported as good ones.
+again by itself when the agent is back. A copy out of the arena counts only when the lease was still held after the
+copy, by its time and the open connection or by the agent's word; whatever happened to the slots meanwhile, wrong bytes
+are never reported as good ones.
 
 Thread safety: every method may be called from any thread.
 """

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -74,7 +75,7 @@ class Connection:
         self.numbers: dict[bytes, int] = {}
         self._channel = self._connect()
         try:
-            self.arena, self.max_reserved_bytes = self._greet(name)
+            self.arena, self.lease_s = self._greet(name)
         except BaseException:
             self._channel.close()
             raise
@@ -93,7 +94,7 @@ class Connection:
             ) from error
         return Channel(connection, send_timeout_s=CONNECT_TIMEOUT_S)
 
-    def _greet(self, name: str) -> tuple[Arena, int]:
+    def _greet(self, name: str) -> tuple[Arena, float]:
         fds: list[int] = []
         try:
             # An agent that refuses says so and hangs up at once, perhaps before it is greeted: what it said is there.
@@ -106,8 +107,8 @@ class Connection:
                 raise AgentUnavailable(f"{self._path}: {decode_body(REFUSAL, body)[1]}")
             if header.kind != Kind.ANSWER or len(fds) != 1:
                 raise ProtocolError(f"the agent greeted with {header.kind.name} and {len(fds)} descriptors")
-            _, arena_bytes, max_reserved_bytes = decode_body(ANSWERS[Kind.HELLO], body)
-            return Arena.attach(fds[0], arena_bytes), max_reserved_bytes
+            _, arena_bytes, _, lease_s = decode_body(ANSWERS[Kind.HELLO], body)
+            return Arena.attach(fds[0], arena_bytes), lease_s
         except (Disconnected, ProtocolError) as error:
             raise AgentUnavailable(f"{self._path}: {error}") from error
         finally:
@@ -156,6 +157,12 @@ class Connection:
         finally:
             view.release()
             self.arena.close_again()  # if it was closed meanwhile
+
+    def holds_since(self, asked_s: float) -> bool:
+        """Whether a lease of ACQUIRE, asked for after `asked_s` (time.monotonic()), holds still for sure: it has not
+        expired, and the agent has not ended the connection, which it does before it gives back what it held for it.
+        False: only RELEASE tells."""
+        return time.monotonic() < asked_s + self.lease_s and self._channel.is_open()
 
     def _receive(self) -> None:
         reason: TierKVError

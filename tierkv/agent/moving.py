@@ -1,7 +1,8 @@
 """Mover: a client's loads or saves, copied between the engine's memory and the agent's arena in the background.
 
 A request goes through in chunks, a few ahead: while one is copied, the agent brings the next ones. A load counts when
-the agent confirms that the lease was held after the copy; a save when its commit is answered.
+the lease was held until after the copy: that is certain while its time has not passed and the connection is open, else
+the agent confirms it. A save counts when its commit is answered.
 
 Thread safety: any thread may submit. Each mover has its own threads and one bounded queue.
 """
@@ -193,15 +194,17 @@ class Mover:
         number = self._client.number(connection, request.space)
         step = self._chunk_blocks(connection, request.space)
         todo = _pieces(len(request.hashes), step)
-        acquired: deque[tuple[Where, Future[list[Any]]]] = deque()
+        acquired: deque[tuple[Where, float, Future[list[Any]]]] = deque()
         released: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
         ahead = _AHEAD
         try:
             while todo or acquired:
                 while todo and len(acquired) <= ahead:
                     where = todo.popleft()
-                    acquired.append((where, self._acquire(connection, number, request, where)))
-                where, future = acquired.popleft()
+                    acquired.append(
+                        (where, time.monotonic(), self._acquire(connection, number, request, where))
+                    )
+                where, asked_s, future = acquired.popleft()
                 try:
                     answer = _answer(future, request.deadline_s)
                 except LimitReached:
@@ -215,7 +218,9 @@ class Mover:
                 ahead = _AHEAD
                 self._check(connection, request, where, answer)
                 again = self._without_room(request, where, answer)
-                released.append(self._copy_out(connection, request, where, answer, again))
+                unsure = self._copy_out(connection, request, where, asked_s, answer, again)
+                if len(unsure[0]):
+                    released.append(unsure)
                 while len(released) > _AHEAD:
                     self._settle_released(request, *released.popleft())
                 if len(again):
@@ -224,7 +229,7 @@ class Mover:
                     if not acquired:
                         self._pause(request)
         finally:
-            for _, future in acquired:
+            for _, _, future in acquired:
                 if not future.cancel():  # answered: release what it holds
                     future.add_done_callback(lambda done: _undo(connection, done, _release))
             while released:
@@ -247,13 +252,20 @@ class Mover:
         return again if now_s < request.room_until_s else again[:0]
 
     def _copy_out(
-        self, connection: Connection, request: _Request, where: Where, answer: list[Any], again: Where
+        self,
+        connection: Connection,
+        request: _Request,
+        where: Where,
+        asked_s: float,
+        answer: list[Any],
+        again: Where,
     ) -> tuple[np.ndarray, Future[list[Any]]]:
-        """Copies what is in the arena and releases it: (positions copied, future of the release)."""
+        """Copies what is in the arena and releases it: (positions that only the release can tell of, its future)."""
         lease, status, offsets = answer
         positions = where[: len(status)]
         there = (status == BlockStatus.OK) & (offsets >= 0)
         copied = positions[there]
+        held = False
         try:
             if time.monotonic() >= request.deadline_s:
                 copied = copied[:0]
@@ -263,6 +275,7 @@ class Mover:
                     sources = offsets[there] + (address + request.space.part_offset(request.part))
                     blocks = np.ascontiguousarray(into.block_ids[copied])
                     self._client.pool.scatter(into.bases, into.strides, into.lengths, blocks, sources)
+                held = connection.holds_since(asked_s)
         finally:
             future = connection.submit(Kind.RELEASE, (lease,))
         lost = status.copy()
@@ -270,6 +283,9 @@ class Mover:
         lost[status == BlockStatus.NO_SPACE] = BlockStatus.TIMEOUT
         settled = ~there & ~np.isin(positions, again)
         request.job.settle(positions[settled], lost[settled])
+        if held:
+            request.job.settle(copied, BlockStatus.OK)
+            copied = copied[:0]
         return copied, future
 
     def _settle_released(self, request: _Request, copied: np.ndarray, future: Future[list[Any]]) -> None:

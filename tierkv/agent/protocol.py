@@ -205,7 +205,14 @@ REQUESTS: Final[dict[Kind, tuple[Field, ...]]] = {
 """The fields of each request, in order."""
 
 ANSWERS: Final[dict[Kind, tuple[Field, ...]]] = {
-    Kind.HELLO: (Text("agent"), Integer("arena_bytes"), Integer("max_reserved_bytes")),
+    # lease_s: how long a lease of ACQUIRE lasts from when it was asked for, by the monotonic clock, as long as the
+    # connection does; 0: only RELEASE tells.
+    Kind.HELLO: (
+        Text("agent"),
+        Integer("arena_bytes"),
+        Integer("max_reserved_bytes"),
+        Real("lease_s", 0.0, MAX_TTL_S),
+    ),
     Kind.OPEN: (_SPACE,),
     Kind.MATCH: (Array("tiers", "u1"),),
     Kind.LOOKUP: (Array("masks", "u1"),),

@@ -10,6 +10,7 @@ Thread safety: the session's thread receives and serves; answers may be sent fro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ import numpy as np
 from tierkv.agent.channel import Channel, Disconnected
 from tierkv.agent.protocol import (
     ANSWERS,
+    MAX_TTL_S,
     REFUSAL,
     REQUESTS,
     Kind,
@@ -40,7 +42,7 @@ from tierkv.keys import Keyspace, KeyspaceSpec
 from tierkv.memory import slot_bytes_for
 from tierkv.store import Lease, Reservation, Store, StoreStats
 from tierkv.store.checks import check_part
-from tierkv.types import NO_SLOT, SLOT_GRANULE_BYTES, BlockStatus
+from tierkv.types import NO_SLOT, SLOT_GRANULE_BYTES, BlockStatus, SlotArray
 
 log = logging.getLogger("tierkv.agent")
 
@@ -178,6 +180,8 @@ class Session:
         except Exception:  # one client's session must not take the agent with it
             log.exception("%s: disconnected after an error", self.name)
         finally:
+            # First: a client that finds its connection open after a copy relies on its leases (moving.py).
+            self._channel.interrupt()
             self._give_all_back()
             self._channel.close()
 
@@ -192,7 +196,9 @@ class Session:
         (client,) = decode_body(REQUESTS[Kind.HELLO], body)
         self.name = f"{client[:64]} ({self.peer})"
         arena = self._store.arena
-        values = ("tierkv", arena.size_bytes, self._max_reserved_bytes)
+        # Another clock's seconds are not the client's.
+        lease_s = min(self._config.max_lease_s, MAX_TTL_S) if isinstance(self._clock, SystemClock) else 0.0
+        values = ("tierkv", arena.size_bytes, self._max_reserved_bytes, lease_s)
         message = encode(Kind.ANSWER, header.request, ANSWERS[Kind.HELLO], values)
         # Where DRAM is kept over a restart, the descriptor tells as long as this client may write what it reserved.
         self._number, arena_fd = self._store.new_session()
@@ -391,9 +397,7 @@ class Session:
             self._reservations[own] = (reservation, size)
 
         def granted(job: Job) -> None:
-            slots = reservation.slots
-            offsets = np.where(slots == NO_SLOT, -1, slots.astype(np.int64) * SLOT_GRANULE_BYTES)
-            self._answer(Kind.RESERVE, request, own, job.status, offsets)
+            self._answer(Kind.RESERVE, request, own, job.status, _offsets(reservation.slots))
 
         reservation.job.add_done_callback(granted)
 
@@ -432,16 +436,25 @@ class Session:
         check_part(space, part)
         lease = self._store.lease([(space, hashes)], self._config.max_lease_s)
         own = self._keep(self._loads, lease, self._config.max_lease_s)
+        held = lease.held[0]
+        slots = self._store.dram_slots(lease, space, hashes)
+        if (
+            (slots != NO_SLOT) == held
+        ).all():  # nothing to wait for: the client goes on while this load is counted
+            status = np.where(held, np.uint8(BlockStatus.OK), np.uint8(BlockStatus.MISS))
+            self._answer(Kind.ACQUIRE, request, own, status, _offsets(slots))
+            with contextlib.suppress(TierKVError):  # the store is being closed
+                self._store.stage(lease, timeout_s or None, load_part=part)
+            return
         job = self._store.stage(lease, timeout_s or None, make_room=True, load_part=part)
 
         def staged(done: Job) -> None:
             slots = self._store.dram_slots(lease, space, hashes)
-            there = (done.status == BlockStatus.OK) & (slots != NO_SLOT)
             # Brought to DRAM and evicted again before it was held: to be asked for again.
-            gone = (done.status == BlockStatus.OK) & ~there
+            gone = (done.status == BlockStatus.OK) & (slots == NO_SLOT)
             status = np.where(gone, BlockStatus.NO_SPACE, done.status)
-            offsets = np.where(there, slots.astype(np.int64) * SLOT_GRANULE_BYTES, -1)
-            self._answer(Kind.ACQUIRE, request, own, status.astype(np.uint8), offsets)
+            slots[done.status != BlockStatus.OK] = NO_SLOT
+            self._answer(Kind.ACQUIRE, request, own, status.astype(np.uint8), _offsets(slots))
 
         job.add_done_callback(staged)
 
@@ -471,3 +484,8 @@ class Session:
             lease.release()
         for number in reservations:
             self._end_reservation(number, written=False)
+
+
+def _offsets(slots: SlotArray) -> np.ndarray:
+    """(n,) int64: where slots lie in the arena, -1 for NO_SLOT."""
+    return np.where(slots == NO_SLOT, -1, slots.astype(np.int64) * SLOT_GRANULE_BYTES)
