@@ -9,6 +9,7 @@ from collections import Counter as Tally
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,6 +157,16 @@ def test_the_size_does_not_grow_with_what_is_counted() -> None:
     taken = made.take()
     assert taken["counters"] == {"failed_load_blocks": {OTHER: 5000}}
     assert len(msgspec.msgpack.encode(taken)) < 500
+
+
+def test_numbers_of_numpy_can_be_sent() -> None:
+    made = Counters("scheduler")
+    made.count(counters.LOADED_BLOCKS, np.int64(3))  # type: ignore[arg-type]
+    made.observe(counters.LOAD_S, np.float32(0.5))  # type: ignore[arg-type]
+    made.set(counters.AGENT_ATTACHED, np.True_)  # type: ignore[arg-type]
+    taken = made.take()
+    assert json.loads(msgspec.json.encode(taken)) == taken
+    assert reduce(taken) == {"loaded_blocks": 3, "load_s_mean": 0.5, "load_s_p90": 0.5, "agent_attached": 1}
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,14 @@ class Counters:
     def __init__(self, source: str) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._counters: dict[str, dict[str, float]] = {}
+        self._counters: dict[str, dict[str, int]] = {}
         self._histograms: dict[str, tuple[list[int], list[float]]] = {}
         self._gauges: dict[str, float] = {}
         self._gauge_changed = False
 
-    def count(self, name: str, amount: float = 1, label: str | None = None) -> None:
-        """Adds `amount` (0 or more; 0 is nothing). A label outside the counter's set counts as "other".
+    def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
+        """Adds `amount` (0 or more; 0 is nothing; also numpy's integers). A label outside the counter's set counts as
+        "other".
 
         ArgumentError for a name that is no counter, a negative amount, or a label where there is none to give or
         none where one is needed.
@@ -146,14 +147,14 @@ class Counters:
             label = OTHER
         with self._lock:
             sums = self._counters.setdefault(name, {})
-            sums[label] = sums.get(label, 0) + amount
+            sums[label] = sums.get(label, 0) + int(amount)  # plain, or it could not be sent
 
     def observe(self, name: str, value: float) -> None:
         """Adds one observation to a histogram; ArgumentError for a name that is none. Below 0 counts as 0."""
         kind = HISTOGRAMS.get(name)
         if kind is None:
             raise ArgumentError(f"observe({name!r}): no such histogram")
-        value = max(0.0, value)
+        value = max(0.0, float(value))
         bucket = bisect_left(kind.bounds, value)
         with self._lock:
             found = self._histograms.get(name)
@@ -169,7 +170,7 @@ class Counters:
             raise ArgumentError(f"set({name!r}): no such gauge")
         with self._lock:
             if self._gauges.get(name) != value:
-                self._gauges[name] = value
+                self._gauges[name] = float(value)
                 self._gauge_changed = True
 
     def take(self) -> StatsData:
