@@ -1,0 +1,1 @@
+"""How much a model's KV cache takes in the store, from its configuration file alone: no engine, no weights, no GPU."""

@@ -1,0 +1,120 @@
+"""Finding the node agent, or starting one.
+
+All processes of an engine, and all engines of a host, come here with the same socket; of those that find nobody there,
+one starts the agent, and the others wait for it. The agent is a process of its own that outlives them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tierkv.adapters.vllm.settings import ConnectorSettings
+from tierkv.agent.client import AgentStore
+from tierkv.agent.connection import AgentUnavailable
+from tierkv.agent.embedded import agent_command, socket_path
+from tierkv.config import AgentConfig
+from tierkv.errors import StorageError
+
+log = logging.getLogger("tierkv.vllm")
+
+_PAUSE_S = 0.05
+_LOG_TAIL_BYTES = 2000
+_started: list[subprocess.Popen[bytes]] = []
+"""The agents that this process started; they go on without it."""
+
+
+def attach(settings: ConnectorSettings, name: str, **options: Any) -> AgentStore:
+    """A client of the agent at the settings' socket; AgentUnavailable when there is none within agent_wait_s.
+
+    options: as for AgentStore.
+    """
+    path = socket_path(settings.socket())
+    deadline_s = time.monotonic() + settings.agent_wait_s
+    while True:
+        try:
+            return AgentStore(path, name=name, **options)
+        except AgentUnavailable as error:
+            if time.monotonic() >= deadline_s:
+                hint = (
+                    "see the agent's log beside the socket"
+                    if settings.start_agent
+                    else "start_agent is false"
+                )
+                raise AgentUnavailable(
+                    f"{error} Waited {settings.agent_wait_s:g} s ({hint}): start one with `tierkv agent --socket "
+                    f"{path} --dram SIZE`, or name its socket in kv_connector_extra_config.agent"
+                ) from error
+        if settings.start_agent:
+            _start_unless_there(settings, Path(path), deadline_s)
+        threading.Event().wait(_PAUSE_S)  # nobody could wake us: the agent is another's process
+
+
+def _start_unless_there(settings: ConnectorSettings, socket: Path, deadline_s: float) -> None:
+    """Starts an agent at the socket if nobody else does; returns when one is there, or at the deadline."""
+    socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if socket.parent.stat().st_uid != os.getuid():
+        raise StorageError(
+            f"{socket.parent} belongs to another user: name a socket of yours in extra config `agent`"
+        )
+    with open(f"{socket}.start", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # somebody is at it; the caller looks again
+        try:
+            AgentStore(str(socket), name="looking").close()
+            return
+        except AgentUnavailable:
+            pass
+        config = AgentConfig(store=settings.store(), socket=str(socket))
+        place = Path(f"{socket}.json")
+        place.write_bytes(msgspec.json.encode(config))
+        ready, told = os.pipe2(os.O_CLOEXEC)
+        try:
+            with open(f"{socket}.log", "ab") as words:
+                process = subprocess.Popen(
+                    agent_command("--config", str(place), "--ready-fd", str(told), *_lifetime(settings)),
+                    stdin=subprocess.DEVNULL, stdout=words, stderr=words, pass_fds=(told,), start_new_session=True,
+                    cwd="/",
+                )  # fmt: skip
+            _started.append(process)
+            os.close(told)
+            told = -1
+            poll = select.poll()
+            poll.register(ready, select.POLLIN)
+            answered = bool(poll.poll(max(1.0, deadline_s - time.monotonic()) * 1000))
+            if answered and os.read(ready, 16):
+                log.info("started an agent at %s (pid %d, log %s.log)", socket, process.pid, socket)
+                return
+        finally:
+            os.close(ready)
+            if told >= 0:
+                os.close(told)
+        raise StorageError(f"the agent for {socket} did not come up; its last words:\n{_tail(socket)}")
+
+
+def _lifetime(settings: ConnectorSettings) -> list[str]:
+    return ["--end-when-idle", f"{settings.agent_idle_s:g}"] if settings.agent_idle_s else []
+
+
+def _tail(socket: Path) -> str:
+    try:
+        return Path(f"{socket}.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    except OSError as error:
+        return str(error)
+
+
+def process_name(what: str) -> str:
+    """How this process shows in the agent's list of clients."""
+    return f"vllm {what} {os.getpid()} {Path(sys.argv[0]).name}"[:100]

@@ -1,0 +1,163 @@
+"""What the scheduler side keeps of each request, and of the blocks that saves under way hold.
+
+On the engine's thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tierkv.adapters.vllm.finder import Search
+from tierkv.adapters.vllm.groups import Group, Kind
+from tierkv.adapters.vllm.messages import GroupBlocks
+from tierkv.keys import pack_hashes
+from tierkv.types import HASH_BYTES, BoolArray, HashArray
+
+_NONE = np.zeros((0, HASH_BYTES), np.uint8)
+
+
+class RequestState:
+    """One request, as long as the engine knows it."""
+
+    __slots__ = (
+        "_hashed", "_last_hash", "hashes", "hold_until_step", "next_block", "next_tokens", "no_load", "no_save",
+        "request", "search", "stored",
+    )  # fmt: skip
+
+    def __init__(self, request: Any, groups: int) -> None:
+        self.request = request
+        self.hashes: list[HashArray] = [_NONE] * groups
+        """For each group (n, 32): the hashes of its whole blocks so far."""
+        self.search: Search | None = None
+        self.no_load = False
+        """A load of this request failed, or could not be looked up in time: it is computed."""
+        self.no_save = False
+        """What it has computed so far stands on a cache that was cleared since."""
+        self.hold_until_step = 0
+        """Its blocks wait to be saved until this step's outcome is known."""
+        self._hashed = 0
+        self._last_hash = b""
+        self.forget_saves()
+
+    def forget_saves(self) -> None:
+        """From here on every block counts as not saved."""
+        self.next_block = [0] * len(self.hashes)
+        """For each group: the next block to be considered."""
+        self.next_tokens = 0
+        """Nothing is to be considered before the request has this many tokens."""
+        self.stored: list[BoolArray] = []
+        """For each group (n,): what the store had when it was last asked."""
+
+    def restarted(self) -> None:
+        """The engine begins with the request (again): nothing of it is computed yet."""
+        if self.no_save:
+            self.no_save = False
+            self.forget_saves()
+
+    def load_failed(self) -> None:
+        """What was promised has not come: do not ask for it again, and save what is computed in its place."""
+        self.no_load = True
+        self.forget_saves()
+
+    def update_hashes(self, groups: Sequence[Group], hash_block_tokens: int) -> None:
+        """Takes the engine's new block hashes over."""
+        known = self.request.block_hashes
+        count = len(known)
+        if count == self._hashed:
+            return
+        if self._hashed and (count < self._hashed or known[self._hashed - 1] != self._last_hash):
+            self._hashed = 0  # another continuation than the one that was hashed
+            self.hashes = [_NONE] * len(groups)
+            self.forget_saves()
+        for position, group in enumerate(groups):
+            per_block = group.block_tokens // hash_block_tokens
+            have = len(self.hashes[position])
+            new = [bytes(known[index]) for index in range((have + 1) * per_block - 1, count, per_block)]
+            if new:
+                packed = pack_hashes(new)
+                self.hashes[position] = np.concatenate((self.hashes[position], packed)) if have else packed
+        self._hashed = count
+        self._last_hash = bytes(known[count - 1])
+
+    def set_next_tokens(self, groups: Sequence[Group]) -> None:
+        """After blocks were considered: when there will be more."""
+        self.next_tokens = min(
+            (
+                (block + 1) * group.block_tokens
+                for block, group in zip(self.next_block, groups, strict=True)
+                if group.kind is not Kind.RECURRENT
+            ),
+            default=1 << 62,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    blocks: list[Any]
+    parts: list[GroupBlocks]
+    begun_s: float = field(default_factory=time.monotonic)
+    ranks: int = 0
+    kept: bool = True
+
+
+class SaveBook:
+    """The save jobs under way, and the references they hold in the engine's block pool."""
+
+    def __init__(self, ranks: int, max_held_blocks: int) -> None:
+        self.pool: Any = None
+        """The engine's block pool, once it is bound."""
+        self._ranks = ranks
+        self._max_held_blocks = max_held_blocks
+        self._held = 0
+        self._jobs: dict[int, _Job] = {}
+
+    def room(self) -> int:
+        """Blocks that may be held more."""
+        return max(0, self._max_held_blocks - self._held)
+
+    def hold(self, blocks: list[Any]) -> None:
+        """Keeps the engine from giving the blocks to anybody else."""
+        self.pool.touch(blocks)
+        self._held += len(blocks)
+
+    def release(self, blocks: list[Any]) -> None:
+        """Gives the blocks back, the chain's end first, as the engine does."""
+        self.pool.free_blocks(reversed(blocks))
+        self._held -= len(blocks)
+
+    def sent(self, job: int, blocks: list[Any], parts: list[GroupBlocks]) -> None:
+        """The held blocks are the job's from now on."""
+        self._jobs[job] = _Job(blocks, parts)
+
+    def reported(self, job: int, ranks: int, kept: bool) -> list[GroupBlocks]:
+        """`ranks` more ranks are done with the job; returns its blocks if all are, and all were stored."""
+        known = self._jobs.get(job)
+        if known is None:
+            return []
+        known.ranks += ranks
+        known.kept &= kept
+        if known.ranks < self._ranks:
+            return []
+        del self._jobs[job]
+        self.release(known.blocks)
+        return known.parts if known.kept else []
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs are under way."""
+        return bool(self._jobs)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that are held."""
+        return self._held
+
+    @property
+    def oldest_s(self) -> float:
+        """The age of the oldest job."""
+        return time.monotonic() - min((job.begun_s for job in self._jobs.values()), default=time.monotonic())

