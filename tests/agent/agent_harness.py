@@ -105,14 +105,17 @@ class RawClient:
         self.socket.connect(path)
         self.channel = Channel(self.socket, send_timeout_s=TIMEOUT_S)
         self.arena: Arena | None = None
+        self.aside: Arena | None = None
         self._last_request = 0
         if greet:
             self.send(encode(Kind.HELLO, 0, REQUESTS[Kind.HELLO], ("raw",)))
-            header, body, fds = self.receive(max_fds=1)
+            header, body, fds = self.receive(max_fds=2)
             assert header.kind == Kind.ANSWER
-            _, arena_bytes, *_ = decode_body(ANSWERS[Kind.HELLO], body)
+            _, arena_bytes, aside_bytes, *_ = decode_body(ANSWERS[Kind.HELLO], body)
             self.arena = Arena.attach(fds[0], arena_bytes)
-            os.close(fds[0])
+            self.aside = Arena.attach(fds[1], aside_bytes)
+            for fd in fds:
+                os.close(fd)
 
     def send(self, data: bytes | Sequence[bytes | memoryview]) -> None:
         """Sends bytes as they are; Disconnected when the agent has hung up."""
@@ -168,8 +171,9 @@ class RawClient:
 
     def close(self) -> None:
         self.channel.close()
-        if self.arena is not None:
-            self.arena.close()
+        for arena in (self.arena, self.aside):
+            if arena is not None:
+                arena.close()
 
     def __enter__(self) -> RawClient:
         return self

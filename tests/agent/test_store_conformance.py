@@ -31,7 +31,8 @@ class TestAgentStore(StoreConformance):
 
     @contextmanager
     def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreLike]:
-        agent = AgentConfig(store=config, socket=self.socket)
+        # A store in process has no limit of leases either.
+        agent = AgentConfig(store=config, socket=self.socket, max_leased_bytes=1 << 40)
         with serving(agent, clock), AgentStore(self.socket, call_timeout_s=20.0) as store:
             yield store
 

@@ -75,7 +75,7 @@ class Connection:
         self.numbers: dict[bytes, int] = {}
         self._channel = self._connect()
         try:
-            self.arena, self.lease_s = self._greet(name)
+            self.arena, self.aside, self.max_load_bytes, self.lease_s = self._greet(name)
         except BaseException:
             self._channel.close()
             raise
@@ -94,26 +94,31 @@ class Connection:
             ) from error
         return Channel(connection, send_timeout_s=CONNECT_TIMEOUT_S)
 
-    def _greet(self, name: str) -> tuple[Arena, float]:
+    def _greet(self, name: str) -> tuple[Arena, Arena, int, float]:
         fds: list[int] = []
         try:
             # An agent that refuses says so and hangs up at once, perhaps before it is greeted: what it said is there.
             with contextlib.suppress(Disconnected):
                 self._channel.send(encode(Kind.HELLO, 0, REQUESTS[Kind.HELLO], (name,)), patient=True)
             header, body, fds = self._channel.receive(
-                wait_s=CONNECT_TIMEOUT_S, message_s=CONNECT_TIMEOUT_S, max_fds=1
+                wait_s=CONNECT_TIMEOUT_S, message_s=CONNECT_TIMEOUT_S, max_fds=2
             )
             if header.kind == Kind.REFUSAL:
                 raise AgentUnavailable(f"{self._path}: {decode_body(REFUSAL, body)[1]}")
-            if header.kind != Kind.ANSWER or len(fds) != 1:
+            if header.kind != Kind.ANSWER or len(fds) != 2:
                 raise ProtocolError(f"the agent greeted with {header.kind.name} and {len(fds)} descriptors")
-            _, arena_bytes, _, lease_s = decode_body(ANSWERS[Kind.HELLO], body)
-            return Arena.attach(fds[0], arena_bytes), lease_s
+            _, arena_bytes, aside_bytes, _, max_load_bytes, lease_s = decode_body(ANSWERS[Kind.HELLO], body)
+            arena = Arena.attach(fds[0], arena_bytes)
+            try:
+                return arena, Arena.attach(fds[1], aside_bytes), max_load_bytes, lease_s
+            except BaseException:
+                arena.close()
+                raise
         except (Disconnected, ProtocolError) as error:
             raise AgentUnavailable(f"{self._path}: {error}") from error
         finally:
             for fd in fds:
-                os.close(fd)  # the arena has a copy of its own
+                os.close(fd)  # the arenas have copies of their own
 
     def submit(self, kind: Kind, values: Sequence[Any], undo: Undo | None = None) -> Future[list[Any]]:
         """Sends a request; the future has its answer's fields, or fails with AgentUnavailable or the refusal.
@@ -149,14 +154,14 @@ class Connection:
         return answer_of(self.submit(kind, values), timeout_s)
 
     @contextlib.contextmanager
-    def mapped(self) -> Iterator[int]:
-        """Keeps the arena mapped meanwhile: its address."""
-        view = self.arena.view()
+    def mapped(self) -> Iterator[tuple[int, int]]:
+        """Keeps the arena and the memory beside it mapped meanwhile: their addresses."""
         try:
-            yield self.arena.address
+            with self.arena.view(), self.aside.view():
+                yield self.arena.address, self.aside.address
         finally:
-            view.release()
-            self.arena.close_again()  # if it was closed meanwhile
+            for arena in (self.arena, self.aside):
+                arena.close_again()  # if it was closed meanwhile
 
     def holds_since(self, asked_s: float) -> bool:
         """Whether a lease of ACQUIRE, asked for after `asked_s` (time.monotonic()), holds still for sure: it has not
@@ -213,3 +218,4 @@ class Connection:
         self._receiver.join(_JOIN_TIMEOUT_S)
         self._channel.close()
         self.arena.close()
+        self.aside.close()

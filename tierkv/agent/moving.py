@@ -32,11 +32,13 @@ from tierkv.types import BlockStatus, HashArray
 log = logging.getLogger("tierkv.client")
 
 MAX_QUEUED_BLOCKS = 65536
-_CHUNK_BLOCKS = 512
-_CHUNK_BYTES = 128 << 20
-_ARENA_SHARE = 32
-"""A chunk takes at most this share of the arena, so that chunks in flight stay within a client's limits."""
-_AHEAD = 2
+_LOAD_BLOCKS, _LOAD_BYTES, _LOAD_SHARE = 4096, 256 << 20, 16
+_SAVE_BLOCKS, _SAVE_BYTES, _SAVE_SHARE = 512, 128 << 20, 32
+"""The most that is asked for at once, and at most such a share of the arena, so that what is in flight stays within a
+client's limits. What must be brought to DRAM for a load the agent brings in smaller pieces."""
+_LOADS_IN_FLIGHT = 4
+"""Of a client: two of each thread."""
+_LOADS_AHEAD, _SAVES_AHEAD = 1, 2
 """Pieces that are asked for while one is copied."""
 _GRACE_S = 1.0
 """How much longer than a job's own deadline its answer is waited for."""
@@ -162,11 +164,6 @@ class Mover:
             for request in late:
                 request.job.settle_rest(BlockStatus.TIMEOUT)
 
-    def _chunk_blocks(self, connection: Connection, space: Keyspace) -> int:
-        slot_bytes = slot_bytes_for(space.block_bytes)
-        share = min(_CHUNK_BYTES, connection.arena.size_bytes // _ARENA_SHARE)
-        return max(1, min(_CHUNK_BLOCKS, share // slot_bytes))
-
     def _pause(self, request: _Request) -> None:
         """After a refusal for a limit: what this client holds elsewhere may end soon."""
         if time.monotonic() >= request.deadline_s:
@@ -174,14 +171,20 @@ class Mover:
         with self._condition:
             self._condition.wait(_LIMIT_PAUSE_S)
 
-    def _check(self, connection: Connection, request: _Request, where: Where, answer: list[Any]) -> None:
-        """Raises TierKVError unless the agent's answer lies within the piece that was asked for, and the arena."""
+    def _check(
+        self, connection: Connection, request: _Request, where: Where, answer: list[Any], aside_bytes: int = 0
+    ) -> None:
+        """Raises TierKVError unless the agent's answer lies within the piece that was asked for, and the arena or
+        `aside_bytes` beside it."""
         _, status, offsets = answer
-        most = connection.arena.size_bytes - request.space.block_bytes
+        arena_bytes = connection.arena.size_bytes
+        inside = offsets <= arena_bytes - request.space.block_bytes
+        last = arena_bytes + aside_bytes - request.space.part_bytes[request.part]
+        inside |= (offsets >= arena_bytes) & (offsets <= last)
         if not (
             len(status) == len(offsets) <= len(where)
             and (len(status) or not len(where))
-            and bool((offsets <= most).all())
+            and bool(inside.all())
         ):
             raise TierKVError(
                 f"the agent answered for {len(status)} of {len(where)} blocks, or beyond its arena"
@@ -192,18 +195,22 @@ class Mover:
     def _load(self, request: _Request) -> None:
         connection = self._client.connection()
         number = self._client.number(connection, request.space)
-        step = self._chunk_blocks(connection, request.space)
+        share = connection.arena.size_bytes // _LOAD_SHARE, connection.max_load_bytes // _LOADS_IN_FLIGHT
+        step = _piece_blocks(request.space, _LOAD_BLOCKS, min(_LOAD_BYTES, *share))
         todo = _pieces(len(request.hashes), step)
         acquired: deque[tuple[Where, float, Future[list[Any]]]] = deque()
         released: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
-        ahead = _AHEAD
+        ahead, in_pieces = _LOADS_AHEAD, len(todo) > 1
+
+        def ask(most: int) -> None:
+            while todo and len(acquired) < most:
+                where = todo.popleft()
+                asked_s = time.monotonic()
+                acquired.append((where, asked_s, self._acquire(connection, number, request, where)))
+
         try:
             while todo or acquired:
-                while todo and len(acquired) <= ahead:
-                    where = todo.popleft()
-                    acquired.append(
-                        (where, time.monotonic(), self._acquire(connection, number, request, where))
-                    )
+                ask(1 + ahead)
                 where, asked_s, future = acquired.popleft()
                 try:
                     answer = _answer(future, request.deadline_s)
@@ -215,19 +222,25 @@ class Mover:
                     if not acquired:
                         self._pause(request)
                     continue
-                ahead = _AHEAD
-                self._check(connection, request, where, answer)
+                self._check(connection, request, where, answer, connection.aside.size_bytes)
+                where, rest = where[: len(answer[1])], where[len(answer[1]) :]
                 again = self._without_room(request, where, answer)
+                ahead = 0 if len(again) else _LOADS_AHEAD
+                if len(rest):
+                    todo.appendleft(rest)
+                    in_pieces = True
+                ask(ahead)  # it is brought to DRAM while this one is copied
                 unsure = self._copy_out(connection, request, where, asked_s, answer, again)
                 if len(unsure[0]):
                     released.append(unsure)
-                while len(released) > _AHEAD:
+                while len(released) > _LOADS_AHEAD:
                     self._settle_released(request, *released.popleft())
                 if len(again):
                     todo.append(again)
-                    ahead = 0
-                    if not acquired:
+                    if len(again) == len(where) and not acquired:
                         self._pause(request)
+            if in_pieces:  # the chain's head is the most recent again
+                connection.submit(Kind.TOUCH, (number, 0, request.hashes[:MAX_BLOCKS]))
         finally:
             for _, _, future in acquired:
                 if not future.cancel():  # answered: release what it holds
@@ -245,8 +258,10 @@ class Mover:
         """The blocks that found no room in the arena, or lost it again at once, and are to be asked for again."""
         _, status, offsets = answer
         lacking = (status == BlockStatus.NO_SPACE) | ((status == BlockStatus.OK) & (offsets < 0))
-        again: np.ndarray = where[: len(status)][lacking]
+        again: np.ndarray = where[lacking]
         now_s = time.monotonic()
+        if not lacking.all():
+            request.room_until_s = 0.0  # it goes on
         if len(again) and not request.room_until_s:
             request.room_until_s = now_s + _ROOM_PATIENCE_S
         return again if now_s < request.room_until_s else again[:0]
@@ -262,17 +277,19 @@ class Mover:
     ) -> tuple[np.ndarray, Future[list[Any]]]:
         """Copies what is in the arena and releases it: (positions that only the release can tell of, its future)."""
         lease, status, offsets = answer
-        positions = where[: len(status)]
         there = (status == BlockStatus.OK) & (offsets >= 0)
-        copied = positions[there]
+        copied = where[there]
         held = False
         try:
             if time.monotonic() >= request.deadline_s:
                 copied = copied[:0]
             elif len(copied):
                 into = request.fragments
-                with connection.mapped() as address:
-                    sources = offsets[there] + (address + request.space.part_offset(request.part))
+                arena_bytes, in_part = connection.arena.size_bytes, request.space.part_offset(request.part)
+                with connection.mapped() as (arena, aside):
+                    offsets = offsets[there]
+                    in_arena, beside = offsets + (arena + in_part), offsets + (aside - arena_bytes)
+                    sources = np.where(offsets < arena_bytes, in_arena, beside)
                     blocks = np.ascontiguousarray(into.block_ids[copied])
                     self._client.pool.scatter(into.bases, into.strides, into.lengths, blocks, sources)
                 held = connection.holds_since(asked_s)
@@ -281,8 +298,8 @@ class Mover:
         lost = status.copy()
         lost[status == BlockStatus.OK] = BlockStatus.MISS
         lost[status == BlockStatus.NO_SPACE] = BlockStatus.TIMEOUT
-        settled = ~there & ~np.isin(positions, again)
-        request.job.settle(positions[settled], lost[settled])
+        settled = ~there & ~np.isin(where, again)
+        request.job.settle(where[settled], lost[settled])
         if held:
             request.job.settle(copied, BlockStatus.OK)
             copied = copied[:0]
@@ -301,11 +318,12 @@ class Mover:
     def _save(self, request: _Request) -> None:
         connection = self._client.connection()
         number = self._client.number(connection, request.space)
-        step = self._chunk_blocks(connection, request.space)
+        share = connection.arena.size_bytes // _SAVE_SHARE
+        step = _piece_blocks(request.space, _SAVE_BLOCKS, min(_SAVE_BYTES, share))
         todo = _pieces(len(request.hashes), step)
         reserved: deque[tuple[Where, Future[list[Any]]]] = deque()
         committed: deque[tuple[np.ndarray, Future[list[Any]]]] = deque()
-        ahead = _AHEAD
+        ahead = _SAVES_AHEAD
         try:
             while todo or reserved:
                 while todo and len(reserved) <= ahead:
@@ -329,10 +347,10 @@ class Mover:
                     # A later piece must not push the chain's head out: up to here it is the most recent, head first.
                     so_far = request.hashes[: int(where[granted - 1]) + 1]
                     connection.submit(Kind.TOUCH, (number, 0, so_far[:MAX_BLOCKS]))
-                ahead = _AHEAD if granted == len(where) else 0
+                ahead = _SAVES_AHEAD if granted == len(where) else 0
                 if granted < len(where):  # the agent took only the first ones for now
                     todo.appendleft(where[granted:])
-                while len(committed) > _AHEAD:
+                while len(committed) > _SAVES_AHEAD:
                     self._settle_committed(request, *committed.popleft())
         finally:
             for _, future in reserved:
@@ -358,7 +376,7 @@ class Mover:
         try:
             if time.monotonic() < request.deadline_s:
                 source = request.fragments
-                with connection.mapped() as address:
+                with connection.mapped() as (address, _):
                     slots = offsets[granted] + (address + request.space.part_offset(request.part))
                     blocks = np.ascontiguousarray(source.block_ids[positions[granted]])
                     self._client.pool.gather(source.bases, source.strides, source.lengths, blocks, slots)
@@ -390,6 +408,10 @@ class Mover:
 def _answer(future: Future[list[Any]], deadline_s: float) -> list[Any]:
     """The answer of a request; AgentUnavailable if it is later than the deadline and a little."""
     return answer_of(future, deadline_s + _GRACE_S - time.monotonic())
+
+
+def _piece_blocks(space: Keyspace, most_blocks: int, most_bytes: int) -> int:
+    return max(1, min(most_blocks, most_bytes // slot_bytes_for(space.block_bytes)))
 
 
 def _pieces(count: int, step: int) -> deque[Where]:

@@ -205,12 +205,15 @@ REQUESTS: Final[dict[Kind, tuple[Field, ...]]] = {
 """The fields of each request, in order."""
 
 ANSWERS: Final[dict[Kind, tuple[Field, ...]]] = {
-    # lease_s: how long a lease of ACQUIRE lasts from when it was asked for, by the monotonic clock, as long as the
-    # connection does; 0: only RELEASE tells.
+    # With two descriptors: of the arena and of memory beside it (aside.py), where offsets from arena_bytes on lie.
+    # max_load_bytes: what this client's ACQUIREs may hold at a time. lease_s: how long such a lease lasts from when it
+    # was asked for, by the monotonic clock, as long as the connection does; 0: only RELEASE tells.
     Kind.HELLO: (
         Text("agent"),
         Integer("arena_bytes"),
+        Integer("aside_bytes"),
         Integer("max_reserved_bytes"),
+        Integer("max_load_bytes"),
         Real("lease_s", 0.0, MAX_TTL_S),
     ),
     Kind.OPEN: (_SPACE,),
@@ -222,6 +225,7 @@ ANSWERS: Final[dict[Kind, tuple[Field, ...]]] = {
     Kind.STAGE: (_STATUS,),
     Kind.RESERVE: (Integer("reservation"), _STATUS, Array("offsets", "<i8")),
     Kind.COMMIT: (_STATUS,),
+    # Of the first blocks only where they must be brought to DRAM: the client asks again for the rest.
     Kind.ACQUIRE: (Integer("lease"), _STATUS, Array("offsets", "<i8")),
     Kind.TOUCH: (),
     Kind.REMOVE: (_COUNT,),

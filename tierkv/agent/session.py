@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tierkv.agent.aside import Aside
 from tierkv.agent.channel import Channel, Disconnected
 from tierkv.agent.protocol import (
     ANSWERS,
@@ -51,6 +53,10 @@ MESSAGE_TIMEOUT_S = 30.0
 MAX_LEASES = 4096
 MAX_RESERVATIONS = 4096
 MAX_KEYSPACES = 1024
+_STAGED_BLOCKS = 512
+_STAGED_BYTES = 64 << 20
+_ARENA_SHARE = 32
+"""Blocks of one request, and at most this share of the arena, that are brought to DRAM at a time."""
 
 
 class LimitError(TierKVError):
@@ -132,6 +138,7 @@ class Session:
         self._reserved_bytes = 0
         self._last_reservation = 0
         self._number = 0
+        self._aside: Aside | None = None
         arena_bytes = store.arena.size_bytes
         self._max_reserved_bytes = config.max_reserved_bytes or arena_bytes // 4
         max_leased_bytes = config.max_leased_bytes or arena_bytes // 2
@@ -183,6 +190,8 @@ class Session:
             # First: a client that finds its connection open after a copy relies on its leases (moving.py).
             self._channel.interrupt()
             self._give_all_back()
+            if self._aside is not None:
+                self._aside.close()
             self._channel.close()
 
     def interrupt(self) -> None:
@@ -198,12 +207,14 @@ class Session:
         arena = self._store.arena
         # Another clock's seconds are not the client's.
         lease_s = min(self._config.max_lease_s, MAX_TTL_S) if isinstance(self._clock, SystemClock) else 0.0
-        values = ("tierkv", arena.size_bytes, self._max_reserved_bytes, lease_s)
+        self._aside = aside = Aside(self._config.store.staging_bytes)
+        limits = self._max_reserved_bytes, self._loads.max_bytes
+        values = ("tierkv", arena.size_bytes, aside.size_bytes, *limits, lease_s)
         message = encode(Kind.ANSWER, header.request, ANSWERS[Kind.HELLO], values)
         # Where DRAM is kept over a restart, the descriptor tells as long as this client may write what it reserved.
         self._number, arena_fd = self._store.new_session()
         try:
-            self._channel.send(message, fds=[arena_fd], patient=True)
+            self._channel.send(message, fds=[arena_fd, aside.fd], patient=True)
         finally:
             os.close(arena_fd)
         log.info("%s: attached", self.name)
@@ -349,13 +360,18 @@ class Session:
             with self._lock:
                 self._leases.extend(values[0], now_s + ttl_s)
                 self._loads.extend(values[0], now_s + ttl_s)
+            if self._aside is not None:
+                self._aside.extend(values[0], now_s + ttl_s)
         else:
             self._drop(values[0])
         self._answer(Kind.EXTEND, request, int(alive))
 
     def _release(self, request: int, values: list[Any]) -> None:
         lease = self._drop(values[0])
-        self._answer(Kind.RELEASE, request, int(lease is not None and lease.release()))
+        alive = lease is not None and lease.release()
+        if self._aside is not None:
+            self._aside.give_back(values[0])
+        self._answer(Kind.RELEASE, request, int(alive))
 
     def _stage(self, request: int, values: list[Any]) -> None:
         lease = self._find(values[0])
@@ -432,31 +448,91 @@ class Session:
 
     def _acquire(self, request: int, values: list[Any]) -> None:
         number, part, timeout_s, hashes = values
-        space = self._space(number)
+        space, ttl_s = self._space(number), self._config.max_lease_s
         check_part(space, part)
-        lease = self._store.lease([(space, hashes)], self._config.max_lease_s)
-        own = self._keep(self._loads, lease, self._config.max_lease_s)
-        held = lease.held[0]
+        lease = self._store.lease([(space, hashes)], ttl_s)
         slots = self._store.dram_slots(lease, space, hashes)
-        if (
-            (slots != NO_SLOT) == held
-        ).all():  # nothing to wait for: the client goes on while this load is counted
-            status = np.where(held, np.uint8(BlockStatus.OK), np.uint8(BlockStatus.MISS))
+        all_there = bool(((slots != NO_SLOT) == lease.held[0]).all())
+        few = self._staged_blocks(space)
+        if not all_there and len(hashes) > few:  # so that the client copies these while the next are brought
+            lease.release()
+            hashes = hashes[:few]
+            lease = self._store.lease([(space, hashes)], ttl_s)
+        until_s = self._clock.monotonic_s() + ttl_s
+        own = self._keep(self._loads, lease, ttl_s)
+        if all_there:  # the client goes on while this load is counted
+            status = np.where(lease.held[0], np.uint8(BlockStatus.OK), np.uint8(BlockStatus.MISS))
             self._answer(Kind.ACQUIRE, request, own, status, _offsets(slots))
             with contextlib.suppress(TierKVError):  # the store is being closed
                 self._store.stage(lease, timeout_s or None, load_part=part)
             return
+        deadline_s = time.monotonic() + (timeout_s or self._config.store.load_timeout_s)
         job = self._store.stage(lease, timeout_s or None, make_room=True, load_part=part)
 
         def staged(done: Job) -> None:
-            slots = self._store.dram_slots(lease, space, hashes)
-            # Brought to DRAM and evicted again before it was held: to be asked for again.
-            gone = (done.status == BlockStatus.OK) & (slots == NO_SLOT)
-            status = np.where(gone, BlockStatus.NO_SPACE, done.status)
-            slots[done.status != BlockStatus.OK] = NO_SLOT
-            self._answer(Kind.ACQUIRE, request, own, status.astype(np.uint8), _offsets(slots))
+            status = done.status.copy()
+            try:
+                slots = self._store.dram_slots(lease, space, hashes)
+            except TierKVError:  # the store has been closed, and with it this connection
+                return
+            # Brought to DRAM and evicted again before it was held: as if there had been no room.
+            status[(status == BlockStatus.OK) & (slots == NO_SLOT)] = BlockStatus.NO_SPACE
+            slots[status != BlockStatus.OK] = NO_SLOT
+            offsets = _offsets(slots)
+
+            def answer() -> None:
+                self._answer(Kind.ACQUIRE, request, own, status, offsets)
+
+            left_s = deadline_s - time.monotonic()
+            if left_s > 0 and (status == BlockStatus.NO_SPACE).any():
+                self._load_aside(own, until_s, space, hashes, part, left_s, status, offsets, answer)
+            else:
+                answer()
 
         job.add_done_callback(staged)
+
+    def _staged_blocks(self, space: Keyspace) -> int:
+        """How many blocks are brought to DRAM for one request of a client's."""
+        size_bytes = min(_STAGED_BYTES, self._store.arena.size_bytes // _ARENA_SHARE)
+        return max(1, min(_STAGED_BLOCKS, size_bytes // slot_bytes_for(space.block_bytes)))
+
+    def _load_aside(
+        self,
+        lease: int,
+        until_s: float,
+        space: Keyspace,
+        hashes: np.ndarray,
+        part: int,
+        timeout_s: float,
+        status: np.ndarray,
+        offsets: np.ndarray,
+        answer: Callable[[], None],
+    ) -> None:
+        """Brings blocks that found no room in DRAM (NO_SPACE) to the memory beside it, as far as it goes, and puts what
+        became of them into `status` and `offsets`; then, or if another load has that memory, calls answer()."""
+        aside, arena_bytes = self._aside, self._store.arena.size_bytes
+        if aside is None or not aside.take(lease, until_s, self._clock.monotonic_s()):
+            answer()
+            return
+        lacking = np.flatnonzero(status == BlockStatus.NO_SPACE)
+        into, places = aside.room(space, part, len(lacking))
+        lacking = lacking[: len(places)]
+
+        def loaded(done: Job) -> None:
+            aside.filled()
+            status[lacking] = done.status
+            good = done.status == BlockStatus.OK
+            offsets[lacking[good]] = arena_bytes + places[good]
+            answer()
+
+        try:
+            job = self._store.load(space, np.ascontiguousarray(hashes[lacking]), into, part, timeout_s)
+        except TierKVError as error:  # the store is being closed
+            log.debug("%s: %s", self.name, error)
+            aside.filled()
+            answer()
+            return
+        job.add_done_callback(loaded)
 
     # The rest
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,85 +26,17 @@ from tierkv.config import DramConfig, NvmeConfig, StoreConfig
 from tierkv.errors import ArgumentError, ClosedError, ConfigError, KeyspaceError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
-from tierkv.keys import Keyspace, KeyspaceSpec, pack_hashes
+from tierkv.keys import Keyspace, pack_hashes
 from tierkv.memory import capacity_for, slot_bytes_for
-from tierkv.store import Match, Query, StoreStats
+from tierkv.store import StoreStats
 from tierkv.testing.buffers import PagedCache, chain_hashes, make_spec, part_payload, random_hashes
-from tierkv.types import BlockStatus, BoolArray, HashArray, TierKind, UInt8Array
+from tierkv.testing.store_calls import StoreLike
+from tierkv.types import BlockStatus, HashArray, TierKind
 
 TIMEOUT_S = 30.0
 BLOCK_BYTES = 4096
 OK, MISS, DROPPED = int(BlockStatus.OK), int(BlockStatus.MISS), int(BlockStatus.DROPPED)
 _WIPED = 0xEE
-
-
-class LeaseLike(Protocol):
-    """What lease() returns."""
-
-    held: list[BoolArray]
-
-    def extend(self, ttl_s: float) -> bool:
-        """Moves the deadline; False if the lease has ended."""
-
-    def release(self) -> bool:
-        """Ends the lease; False if it had ended."""
-
-
-class StoreLike(Protocol):
-    """The calls that Store and AgentStore have in common."""
-
-    def open(self, spec: KeyspaceSpec) -> Keyspace:
-        """Opens a keyspace."""
-
-    def match(self, space: Keyspace, hashes: HashArray) -> Match:
-        """The longest prefix."""
-
-    def lookup(self, queries: Sequence[Query]) -> list[UInt8Array]:
-        """Masks of tiers."""
-
-    def touch(self, space: Keyspace, hashes: HashArray) -> None:
-        """Makes blocks most recently used."""
-
-    def lease(self, queries: Sequence[Query], ttl_s: float) -> Any:
-        """Holds blocks: a LeaseLike."""
-
-    def stage(self, lease: Any, timeout_s: float | None = None) -> Job:
-        """Brings leased blocks to DRAM."""
-
-    def load(
-        self,
-        space: Keyspace,
-        hashes: HashArray,
-        into: Fragments,
-        part: int = 0,
-        timeout_s: float | None = None,
-    ) -> Job:
-        """Loads blocks."""
-
-    def save(
-        self,
-        space: Keyspace,
-        hashes: HashArray,
-        from_: Fragments,
-        part: int = 0,
-        timeout_s: float | None = None,
-    ) -> Job:
-        """Saves blocks."""
-
-    def remove(self, space: Keyspace, hashes: HashArray) -> int:
-        """Removes blocks."""
-
-    def clear(self, space: Keyspace) -> int:
-        """Removes a keyspace."""
-
-    def flush(self, timeout_s: float = 60.0) -> bool:
-        """Writes DRAM below."""
-
-    def stats(self) -> StoreStats:
-        """Counters."""
-
-    def close(self) -> None:
-        """Ends it."""
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -517,6 +449,26 @@ class StoreConformance:
         assert all(int(mask) >> TierKind.DRAM & 1 for mask in tiered.lookup([(space, hashes)])[0])
         assert load(tiered, space, hashes) == [OK] * 6
         assert lease.release()
+        settled(tiered)
+
+    @pytest.mark.parametrize("parts", [1, 2])
+    def test_blocks_are_loaded_while_all_of_dram_is_held(self, tiered: StoreLike, parts: int) -> None:
+        space = tiered.open(make_spec(BLOCK_BYTES, parts=parts))
+        hashes, others = chain_hashes(11, 40), chain_hashes(12, 16)
+        for chain in (hashes, others):
+            for at in range(0, len(chain), 8):
+                assert save(tiered, space, rows(chain, slice(at, at + 8))) == [OK] * 8
+            assert tiered.flush(TIMEOUT_S)
+        leases = [tiered.lease([(space, rows(others, slice(at, at + 4)))], 100.0) for at in range(0, 16, 4)]
+        assert all(lease.held[0].all() for lease in leases)
+        (masks,) = tiered.lookup([(space, others)])
+        if not all(int(mask) >> TierKind.DRAM & 1 for mask in masks):
+            pytest.fail("not all of DRAM is held: the test shows nothing")
+        assert load(tiered, space, hashes) == [OK] * 40
+        assert not any(int(mask) >> TierKind.DRAM & 1 for mask in tiered.lookup([(space, hashes)])[0])
+        for lease in leases:
+            assert lease.release()
+        assert load(tiered, space, hashes) == [OK] * 40
         settled(tiered)
 
     # Removing.
