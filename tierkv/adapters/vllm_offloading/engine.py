@@ -1,6 +1,7 @@
 """What the tier must know of the engine: all that it reads from vLLM's configuration, and what of it names blocks.
 
-Supported: vLLM 0.32. Everything that could differ in another version is in this module and in tier.py.
+Supported are the versions of vLLM that the tierkv connector supports. Everything that could differ in another one is in
+this module and in tier.py.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import vllm
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
+from tierkv.adapters.vllm.compat import SUPPORTED, installed_version
 from tierkv.adapters.vllm.identity import digest_of, directory_revision
 from tierkv.adapters.vllm_offloading.keyspaces import GroupFacts, TierFacts
 from tierkv.adapters.vllm_offloading.options import WHERE, TierOptions
@@ -27,21 +28,22 @@ from tierkv.errors import ConfigError
 
 log = logging.getLogger("tierkv.vllm")
 
-SUPPORTED = "0.32"
 _SEED_VARIABLE = "PYTHONHASHSEED"
 _HASHES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _SEEDED_AT_RANDOM = frozenset({"xxhash", "xxhash_cbor"})
 """Hash algorithms that vLLM seeds at random unless PYTHONHASHSEED is set."""
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
 def check_version(allow_untested: bool) -> None:
     """ConfigError unless this vLLM is supported, or untested ones are allowed."""
-    version = str(vllm.__version__)
-    if allow_untested or version == SUPPORTED or version.startswith(f"{SUPPORTED}."):
+    found = installed_version()
+    if allow_untested or SUPPORTED[0] <= found < SUPPORTED[1]:
         return
+    first, end = (f"{major}.{minor}" for major, minor in SUPPORTED)
     raise ConfigError(
-        f"{WHERE}: vLLM {version} is not supported, {SUPPORTED} is: install it, or set allow_untested_vllm"
+        f"{WHERE}: vLLM {found[0]}.{found[1]} is outside the range that this tierkv was tested with ({first} up to, not "
+        f"including, {end}): install another version of either, or set allow_untested_vllm"
     )
 
 
@@ -103,7 +105,7 @@ def facts_of(spec: Any, row_bytes: int, options: TierOptions) -> TierFacts:
         extra={
             **{f"user_{name}": value for name, value in options.extra_identity.items()},
             **({} if engine is None else _settings(engine)),
-            "engine": f"vllm {vllm.__version__}".partition("+")[0],
+            "engine": "vllm {}.{}".format(*installed_version()),
         },
     )
 
@@ -125,12 +127,14 @@ def _check_engine(engine: Any) -> None:
 
 def _revision(model: str, engine: Any | None) -> str:
     """Names the weights that the engine loads."""
-    if engine is not None and engine.load_config.load_format == "dummy":
-        return f"dummy weights of seed {engine.model_config.seed}"
+    if engine is not None and str(engine.load_config.load_format) == "dummy":
+        return f"random weights of seed {engine.model_config.seed}"
     path = Path(model)
     if path.is_dir():
         return directory_revision(path)
     revision = None if engine is None else engine.model_config.revision
+    if engine is not None and not revision:
+        revision = getattr(engine.model_config.hf_config, "_commit_hash", None)
     if isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     raise ConfigError(
