@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import socket
 import stat
+import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from runtime_harness import TIMEOUT_S, Agent, load_checked, make_spec, names, sa
 
 from tierkv.agent.client import AgentStore
 from tierkv.cli import main
+from tierkv.commands.agent import _serve
+from tierkv.config import AgentConfig, DramConfig, NvmeConfig, StoreConfig
+from tierkv.store import Store
 
 
 def small(directory: Path, *more: str) -> list[str]:
@@ -84,6 +90,50 @@ def test_metrics_and_health_are_served(tmp_path: Path) -> None:
         with urllib.request.urlopen(address.replace("/metrics", "/healthz"), timeout=TIMEOUT_S) as answer:
             assert answer.status == 200
         assert agent.end() == 0
+
+
+def test_health_is_told_until_what_dram_holds_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draining, go_on, flush = threading.Event(), threading.Event(), Store.flush
+
+    def slow_flush(store: Store, timeout_s: float = 60.0) -> bool:
+        draining.set()
+        return go_on.wait(TIMEOUT_S) and flush(store, timeout_s)
+
+    class Told:
+        """Signals: it is told to end at once."""
+
+        def started(self) -> None:
+            pass
+
+        def wait(self, fds: list[int], timeout_s: float | None = None) -> list[int]:
+            return fds
+
+    monkeypatch.setattr(Store, "flush", slow_flush)
+    caplog.set_level("INFO")
+    slab_bytes = 1 << 20
+    nvme = NvmeConfig(directory=str(tmp_path / "nvme"), capacity_bytes=slab_bytes, slab_bytes=slab_bytes)
+    store = StoreConfig(dram=DramConfig(capacity_bytes=slab_bytes, slab_bytes=slab_bytes), nvme=nvme)
+    config = AgentConfig(store=store, socket=str(tmp_path / "agent.sock"), metrics_port=0)
+    arguments = argparse.Namespace(arena_fd=None, roster_fd=None, ready_fd=None, end_with_fd=None)
+    serving = threading.Thread(target=_serve, args=(config, arguments, Told()))
+    serving.start()
+    try:
+        assert draining.wait(TIMEOUT_S)
+        (metrics,) = [record.message.split()[-1] for record in caplog.records if "/metrics" in record.message]
+        with pytest.raises(urllib.error.HTTPError, match="503") as told:
+            urllib.request.urlopen(metrics.replace("/metrics", "/healthz"), timeout=TIMEOUT_S)
+        with told.value as answer:
+            assert "stopping" in json.loads(answer.read())["reasons"][0]
+        with urllib.request.urlopen(metrics, timeout=TIMEOUT_S) as answer:
+            assert b"tierkv_accepting 0.0" in answer.read()
+    finally:
+        go_on.set()
+        serving.join(TIMEOUT_S)
+    assert not serving.is_alive()
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(metrics, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("keep", [[], ["--keep-dram"]])

@@ -144,6 +144,9 @@ def _serve(config: AgentConfig, arguments: argparse.Namespace, signals: StopSign
 
             metrics = stack.enter_context(MetricsServer(server, config.metrics_host, config.metrics_port))
             log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.port)
+            stack.callback(
+                server.stop
+            )  # before the metrics: /healthz says that it is stopping until it has stopped
         signals.started()
         print(f"serving {config.socket}", flush=True)
         if arguments.ready_fd is not None:
