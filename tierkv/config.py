@@ -168,6 +168,8 @@ class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The address to listen at. There is no authentication."""
     drain_timeout_s: Seconds = 30.0
     """How long SIGTERM waits for blocks to be written below before the agent ends."""
+    end_when_idle_s: Seconds | None = None
+    """End, as after SIGTERM, when no client was attached for this long. None: never. Not with keep_dram."""
 
 
 def parse_bytes(value: int | str, where: str = "size") -> int:
@@ -262,6 +264,8 @@ def agent_config_from_mapping(fields: Mapping[str, Any], source: str = "config")
         raise ConfigError(
             f"{source}: socket is longer than {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter path"
         )
+    if config.keep_dram and config.end_when_idle_s is not None:
+        raise ConfigError(f"{source}: keep_dram and end_when_idle_s contradict each other: set one of them")
     return config
 
 

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import stat
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -53,6 +54,21 @@ def test_ending_writes_dram_to_the_next_tier(tmp_path: Path) -> None:
                     assert not save(store, space, names(0, 40)).any()
                 assert load_checked(store, space, names(0, 40)).all()
             assert agent.end() == 0
+
+
+def test_it_ends_when_nobody_was_attached_for_long_enough(tmp_path: Path) -> None:
+    settings = {
+        "socket": str(tmp_path / "agent.sock"), "store": {"dram": {"capacity_bytes": "8MiB"}}, "end_when_idle_s": 0.5,
+    }  # fmt: skip
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    with Agent("--config", str(tmp_path / "agent.json")) as agent:
+        agent.wait_serving()
+        with AgentStore(settings["socket"]) as store:  # type: ignore[arg-type]
+            with pytest.raises(subprocess.TimeoutExpired):
+                agent.process.wait(1.5)
+            assert store.attached
+        assert agent.process.wait(TIMEOUT_S) == 0
+        assert not (tmp_path / "agent.sock").exists()
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:

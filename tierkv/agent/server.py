@@ -16,6 +16,7 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +76,7 @@ class AgentServer:
         self._sessions: dict[Session, threading.Thread] = {}
         self._stopping = threading.Event()
         self._started_s = time.time()
+        self._alone_since_s = time.monotonic()
         self._accepting = threading.Thread(target=self._accept, name="tierkv-accept", daemon=True)
 
     # Start and stop
@@ -114,6 +116,16 @@ class AgentServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def wait_until_idle(self, idle_s: float, wait: Callable[[float], bool]) -> bool:
+        """Waits until no client was attached for idle_s; False if wait(timeout_s) said before that it is over."""
+        while True:
+            with self._lock:
+                alone_s = 0.0 if self._sessions else time.monotonic() - self._alone_since_s
+            if alone_s >= idle_s:
+                return True
+            if wait(idle_s - alone_s):
+                return False
 
     # Insight
 
@@ -249,6 +261,7 @@ class AgentServer:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
+                self._alone_since_s = time.monotonic()
 
 
 def _started_pool(threads: int) -> ThreadPoolExecutor:

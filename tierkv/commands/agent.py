@@ -153,7 +153,13 @@ def _serve(config: AgentConfig, arguments: argparse.Namespace, signals: StopSign
             _tell(arguments.ready_fd, b"ready\n")
         else:
             notify("READY=1")
-        signals.wait(_watched(arguments))
+        if config.end_when_idle_s is None:
+            signals.wait(_watched(arguments))
+        elif server.wait_until_idle(
+            config.end_when_idle_s,
+            lambda timeout_s: bool(signals.wait(_watched(arguments), timeout_s)) or signals.stopped,
+        ):
+            log.info("nobody was attached for %g s", config.end_when_idle_s)
         log.info("ending")
         if arguments.ready_fd is None:
             notify("STOPPING=1")

@@ -77,14 +77,16 @@ def _start_unless_there(settings: ConnectorSettings, socket: Path, deadline_s: f
             return
         except AgentUnavailable:
             pass
-        config = AgentConfig(store=settings.store(), socket=str(socket))
+        config = AgentConfig(
+            store=settings.store(), socket=str(socket), end_when_idle_s=settings.agent_idle_s or None
+        )
         place = Path(f"{socket}.json")
         place.write_bytes(msgspec.json.encode(config))
         ready, told = os.pipe2(os.O_CLOEXEC)
         try:
             with open(f"{socket}.log", "ab") as words:
                 process = subprocess.Popen(
-                    agent_command("--config", str(place), "--ready-fd", str(told), *_lifetime(settings)),
+                    agent_command("--config", str(place), "--ready-fd", str(told)),
                     stdin=subprocess.DEVNULL, stdout=words, stderr=words, pass_fds=(told,), start_new_session=True,
                     cwd="/",
                 )  # fmt: skip
@@ -102,10 +104,6 @@ def _start_unless_there(settings: ConnectorSettings, socket: Path, deadline_s: f
             if told >= 0:
                 os.close(told)
         raise StorageError(f"the agent for {socket} did not come up; its last words:\n{_tail(socket)}")
-
-
-def _lifetime(settings: ConnectorSettings) -> list[str]:
-    return ["--end-when-idle", f"{settings.agent_idle_s:g}"] if settings.agent_idle_s else []
 
 
 def _tail(socket: Path) -> str:
