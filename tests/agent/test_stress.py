@@ -13,8 +13,8 @@ from agent_harness import BLOCK_BYTES, agent_config, serving
 
 from tierkv.agent.client import AgentStore
 from tierkv.testing import stress
-from tierkv.testing.buffers import make_spec
-from tierkv.testing.stores import TIMEOUT_S, eventually, in_threads
+from tierkv.testing.buffers import make_spec, random_hashes
+from tierkv.testing.stores import OK, TIMEOUT_S, eventually, in_threads, save
 
 pytestmark = pytest.mark.crash
 
@@ -56,6 +56,22 @@ def test_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for what in ("forgotten.tmp", "1 of 2 blocks", "ended with status -6"):
         assert what in text
     assert "torn" not in text
+
+
+def test_a_late_end_says_what_it_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for half a block, of which nobody will save the rest: it is dropped at its deadline."""
+
+    def save_half(self: stress.Stress) -> None:
+        with AgentStore(self.config.socket) as store:
+            space = store.open(make_spec(stress.BLOCK_BYTES, parts=2, model="stress-parts"))
+            assert save(store, space, random_hashes(1), part=0) == [OK]
+
+    monkeypatch.setattr(stress.Stress, "_work", save_half)
+    monkeypatch.setattr(stress, "_SLOW_S", 0.5)
+    monkeypatch.setattr(stress, "_SAVE_TIMEOUT_S", 2.0)
+    found = stress.run(options("--directory", str(tmp_path), "--seconds", "0"))
+    assert not found.faults
+    assert any("pending_blocks is 1" in slow for slow in found.slow)
 
 
 def test_one_descriptor_or_thread_more_is_found(tmp_path: Path) -> None:

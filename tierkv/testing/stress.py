@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +47,8 @@ DRAM_BLOCKS, NVME_BLOCKS = 96, 256
 CHAINS, CHAIN_BLOCKS = 20, 16
 _PARTS = 2
 _JOB_TIMEOUT_S = 20.0
+_SAVE_TIMEOUT_S = 10.0
+"""When a block is dropped of which a killed client saved one part and nobody the other: a run may end as much later."""
 _SLOW_S = 3.0
 _WAIT_S = 60.0
 _CLIENT_END_S = 60.0
@@ -201,7 +204,7 @@ class Outcome:
     agent_kills: int = 0
     faults: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
-    """Jobs that took long: no fault, but worth a look."""
+    """What took long: no fault, but worth a look."""
 
 
 class Stress:
@@ -229,7 +232,7 @@ class Stress:
             sync="process",
         )  # fmt: skip
         self.config = AgentConfig(
-            store=StoreConfig(dram=dram, nvme=nvme, save_timeout_s=10.0, staging_bytes=slab_bytes),
+            store=StoreConfig(dram=dram, nvme=nvme, save_timeout_s=_SAVE_TIMEOUT_S, staging_bytes=slab_bytes),
             socket=str(directory / "agent.sock"),
             keep_dram=options.keep_dram,
         )
@@ -240,10 +243,13 @@ class Stress:
         """The whole run; whatever is wrong is in the outcome's faults."""
         try:
             before = self._with_client(self._warm_up)
-            self._work()
-            self._end_clients()
+            with self._expected("killing processes", self.options.seconds):
+                self._work()
+            with self._expected("ending the clients"):
+                self._end_clients()
             self._with_client(lambda store: self._check_settled(store, before))
-            self._end_agent()
+            with self._expected("ending the agent"):
+                self._end_agent()
             self._check_left_behind()
         finally:
             for process in [*self._clients, self._agent]:
@@ -254,6 +260,15 @@ class Stress:
                 self._agent.stdout.close()
         self._read_reports()
         return self.outcome
+
+    @contextmanager
+    def _expected(self, what: str, duration_s: float = 0.0) -> Iterator[None]:
+        """Says so when something takes much longer than `duration_s`."""
+        begun_s = time.monotonic()
+        yield
+        late_s = time.monotonic() - begun_s - duration_s
+        if late_s > _SLOW_S:
+            self.outcome.slow.append(f"{what} took {late_s:.1f} s more than {duration_s:g} s")
 
     # Processes
 
@@ -398,14 +413,20 @@ class Stress:
 
     def _check_settled(self, store: AgentStore, before: Held) -> Held:
         """Nothing is held for anybody; each slot belongs to a block; what is there has the right bytes."""
-        deadline_s = time.monotonic() + _WAIT_S
-        left: list[str] = ["?"]
-        while left and time.monotonic() < deadline_s:
-            stats = store.stats()
-            left = _held_by_somebody(stats)
+        begun_s = time.monotonic()
+        waited_for: list[str] = []
+        while True:
+            left = _held_by_somebody(store.stats())
             left += self._held().beyond(before) if not left else []
-            if left:
-                time.sleep(0.1)
+            if not left or time.monotonic() >= begun_s + _WAIT_S:
+                break
+            waited_for = left
+            time.sleep(0.1)
+        took_s = time.monotonic() - begun_s
+        if took_s > _SLOW_S and not left:
+            self.outcome.slow.append(
+                f"{'; '.join(waited_for)}, for {took_s:.1f} s after all clients had ended"
+            )
         self.outcome.faults += [f"{what} after all clients have ended" for what in left]
         with CopyPoolOf(1) as pool:
             report = os.open(
