@@ -14,7 +14,6 @@ import numpy as np
 
 from tierkv.adapters.vllm.finder import Search
 from tierkv.adapters.vllm.groups import Group, Kind
-from tierkv.adapters.vllm.messages import GroupBlocks
 from tierkv.keys import pack_hashes
 from tierkv.types import HASH_BYTES, BoolArray, HashArray
 
@@ -99,7 +98,7 @@ class RequestState:
 @dataclass(slots=True, eq=False)
 class _Job:
     blocks: list[Any]
-    parts: list[GroupBlocks]
+    told: list[Any]
     begun_s: float = field(default_factory=time.monotonic)
     ranks: int = 0
     kept: bool = True
@@ -130,12 +129,12 @@ class SaveBook:
         self.pool.free_blocks(reversed(blocks))
         self._held -= len(blocks)
 
-    def sent(self, job: int, blocks: list[Any], parts: list[GroupBlocks]) -> None:
-        """The held blocks are the job's from now on."""
-        self._jobs[job] = _Job(blocks, parts)
+    def sent(self, job: int, blocks: list[Any], told: list[Any]) -> None:
+        """The held blocks are the job's from now on. told: what reported() returns when all is stored."""
+        self._jobs[job] = _Job(blocks, told)
 
-    def reported(self, job: int, ranks: int, kept: bool) -> list[GroupBlocks]:
-        """`ranks` more ranks are done with the job; returns its blocks if all are, and all were stored."""
+    def reported(self, job: int, ranks: int, kept: bool) -> list[Any]:
+        """`ranks` more ranks are done with the job; returns what was told of it if all are and all was stored."""
         known = self._jobs.get(job)
         if known is None:
             return []
@@ -145,7 +144,7 @@ class SaveBook:
             return []
         del self._jobs[job]
         self.release(known.blocks)
-        return known.parts if known.kept else []
+        return known.told if known.kept else []
 
     @property
     def busy(self) -> bool:

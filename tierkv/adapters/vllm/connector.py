@@ -26,8 +26,10 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierkv.adapters.vllm import compat
+from tierkv.adapters.vllm.announce import Announcer
 from tierkv.adapters.vllm.attach import attach, process_name
 from tierkv.adapters.vllm.counters import Counters
+from tierkv.adapters.vllm.events import EventLog
 from tierkv.adapters.vllm.finder import Finder, Spaces
 from tierkv.adapters.vllm.groups import Kind
 from tierkv.adapters.vllm.identity import Shard, keyspace_of, shard_of
@@ -138,7 +140,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             lookup_timeout_s=settings.lookup_timeout_s,
         )
         self._finder = Finder(self._store, self._groups, settings.lease_s, settings.min_load_tokens)
-        self._scheduler = ConnectorScheduler(options, self._finder, self._counters)
+        self._events = EventLog.from_config(vllm_config, kv_cache_config)
+        announcer = Announcer(self._events, self._groups) if self._events.enabled else None
+        self._scheduler = ConnectorScheduler(options, self._finder, self._counters, announcer)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -384,7 +388,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """KV cache events for routers."""
-        return ()
+        return self._events.take() if self._scheduler is not None else ()
 
     # Figures
 

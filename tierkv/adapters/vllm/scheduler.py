@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tierkv.adapters.vllm.announce import Announcer
 from tierkv.adapters.vllm.books import RequestState, SaveBook
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.finder import Finder, Search
@@ -48,7 +49,15 @@ class SchedulerOptions:
 class ConnectorScheduler:
     """See the module."""
 
-    def __init__(self, options: SchedulerOptions, finder: Finder, counters: Counters) -> None:
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        finder: Finder,
+        counters: Counters,
+        announcer: Announcer | None = None,
+    ) -> None:
+        """announcer: whom to tell what is stored, if anybody."""
+        self._announcer = announcer
         self._options = options
         self._groups = options.groups
         self._finder = finder
@@ -63,6 +72,8 @@ class ConnectorScheduler:
         self._loads: list[LoadOrder] = []
         self._saves: list[tuple[int, HashArray, list[Any]]] = []
         """(group's position, hashes, held blocks) that the next step sends."""
+        self._told: list[Any] = []
+        """What the announcer is to tell of them."""
         self._step = 0
         self._awaited_step = 0
         """The last step whose outcome somebody waits for."""
@@ -127,6 +138,8 @@ class ConnectorScheduler:
         if search.stored and state.stored is not search.stored:
             state.stored = search.stored
             self._counters.observe("lookup_s", search.took_s)
+            if self._announcer is not None:
+                self._announcer.seen(search.hashes, search.stored)
         found = search.hit_tokens - computed_tokens
         return (found, self._options.load_async) if found > 0 else (0, False)
 
@@ -308,6 +321,10 @@ class ConnectorScheduler:
             held = [blocks[index] for index in indices]
             self._book.hold(held)
             self._saves.append((position, state.hashes[position][indices], held))
+            if self._announcer is not None:
+                self._told += self._announcer.describe(
+                    state.request, position, state.hashes[position], indices
+                )
 
     def _take_states(self, request_id: str, offers: Sequence[tuple[int, int, int]]) -> None:
         """Recurrent states that the engine hands over: exact block, exact boundary."""
@@ -339,14 +356,15 @@ class ConnectorScheduler:
             hashes = np.concatenate([hashes for _, hashes, _ in pieces])
             parts.append(GroupBlocks(position, hashes, np.array(ids, np.int64)))
         self._last_job += 1
-        self._book.sent(self._last_job, [block for _, _, blocks in queued for block in blocks], parts)
+        self._book.sent(self._last_job, [block for _, _, blocks in queued for block in blocks], self._told)
+        self._told = []
         self._counters.count("save_jobs")
         return [SaveOrder(self._last_job, parts)]
 
     # What the workers report
 
-    def reported(self, report: WorkerReport) -> list[GroupBlocks]:
-        """Takes in what workers report; returns the blocks that every rank has stored now."""
+    def reported(self, report: WorkerReport) -> None:
+        """Takes in what workers report."""
         for step, ranks in report.steps.items():
             self._step_ranks[step] = self._step_ranks.get(step, 0) + ranks
             if self._step_ranks[step] >= self._options.ranks:
@@ -364,11 +382,10 @@ class ConnectorScheduler:
                 self._finder.close(search)
             else:
                 self._loading[job] = (state, search, done + ranks)
-        return [
-            blocks
-            for job, ranks in report.saved.items()
-            for blocks in self._book.reported(job, ranks, job not in report.unsaved)
-        ]
+        for job, ranks in report.saved.items():
+            told = self._book.reported(job, ranks, job not in report.unsaved)
+            if self._announcer is not None:
+                self._announcer.stored(told)
 
     # The end of a request
 
@@ -426,7 +443,9 @@ class ConnectorScheduler:
             self._end_search(state)
         for _, _, blocks in self._saves:
             self._book.release(blocks)
-        self._saves = []
+        self._saves, self._told = [], []
+        if self._announcer is not None:
+            self._announcer.cleared()
 
     def end_clear(self) -> bool:
         """Saves and look-ups go on; False, and they do not, while saves from before are still under way."""
