@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from runtime_harness import BLOCK_BYTES, TIMEOUT_S, Agent, eventually, make_spec
 import tierkv
 from tierkv import DramConfig, Fragments, StoreConfig
 from tierkv.agent.aio import AsyncAgentStore
+from tierkv.agent.client import AgentStore
+from tierkv.errors import ClosedError
 
 SMALL = StoreConfig(dram=DramConfig(capacity_bytes=8 << 20, first_touch="never", lock_memory="off"))
 
@@ -28,6 +31,32 @@ async def saved(store: AsyncAgentStore, count: int) -> tuple[tierkv.Keyspace, np
     space, hashes = await store.open(make_spec()), names(0, count)
     assert not (await store.save(space, hashes, Fragments.from_blocks(payload(hashes)))).any()
     return space, hashes
+
+
+def test_calls_that_wait_while_the_client_is_closed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both those on a thread and those that wait for one; nobody's task is cancelled by it."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(self: AgentStore, *_: Any) -> None:
+        begun.release()
+        assert go_on.wait(TIMEOUT_S)
+        self._check_open()
+
+    async def main() -> None:
+        store = await tierkv.connect_async(config=SMALL)
+        calls = [asyncio.create_task(store.touch(None, None)) for _ in range(8)]  # type: ignore[arg-type]
+        for _ in range(4):
+            assert await asyncio.to_thread(begun.acquire, timeout=TIMEOUT_S)
+        closing = asyncio.create_task(store.close())
+        while sum(call.done() for call in calls) < 4:  # those that wait for a thread are told first
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await closing
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in found] == [ClosedError] * 8
+
+    monkeypatch.setattr(AgentStore, "touch", slow)
+    run(main)
 
 
 def test_every_call() -> None:

@@ -24,6 +24,7 @@ from tierkv.agent.connection import AgentUnavailable
 from tierkv.agent.embedded import connect
 from tierkv.agent.statistics import AgentStats
 from tierkv.config import StoreConfig
+from tierkv.errors import ClosedError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec
@@ -117,17 +118,24 @@ class AsyncAgentStore:
         *arguments: Any,
         undo: Callable[[Result], object] | None = None,
     ) -> Result:
-        """Runs a call that has a deadline of its own on a thread; AgentUnavailable if it cannot even begin in time.
+        """Runs a call that has a deadline of its own on a thread; AgentUnavailable if it cannot even begin in time,
+        ClosedError if the client is closed before.
 
         The result of a call that nobody waits for any more is undone.
         """
-        future: Future[Result] = self._executor.submit(call, *arguments)
+        try:
+            future: Future[Result] = self._executor.submit(call, *arguments)
+        except RuntimeError:
+            raise _closed() from None
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + _MARGIN_S)
         except TimeoutError:
             self._give_up(future, undo)
             raise AgentUnavailable(f"no answer within {timeout_s} s") from None
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise _closed() from None  # it was waiting for a thread
             self._give_up(future, undo)
             raise
 
@@ -244,6 +252,10 @@ class AsyncAgentStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the client is closed: connect again")
 
 
 async def connect_async(
