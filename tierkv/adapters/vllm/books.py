@@ -6,7 +6,7 @@ On the engine's thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from tierkv.adapters.vllm.groups import Group, Kind
 from tierkv.keys import pack_hashes
 from tierkv.types import HASH_BYTES, BoolArray, HashArray
 
+PARAMETERS_KEY = "tierkv"
 _NONE = np.zeros((0, HASH_BYTES), np.uint8)
 
 
@@ -24,7 +25,7 @@ class RequestState:
     """One request, as long as the engine knows it."""
 
     __slots__ = (
-        "_hashed", "_last_hash", "hashes", "hold_until_step", "next_block", "next_tokens", "no_load", "no_save",
+        "_hashed", "_last_hash", "hashes", "hold_until_step", "never_save", "next_block", "next_tokens", "no_load", "no_save",
         "request", "search", "stored",
     )  # fmt: skip
 
@@ -33,10 +34,13 @@ class RequestState:
         self.hashes: list[HashArray] = [_NONE] * groups
         """For each group (n, 32): the hashes of its whole blocks so far."""
         self.search: Search | None = None
-        self.no_load = False
-        """A load of this request failed, or could not be looked up in time: it is computed."""
-        self.no_save = False
-        """What it has computed so far stands on a cache that was cleared since."""
+        wishes = _wishes(request)
+        self.no_load = wishes.get("load") is False
+        """The request does not want to be loaded, or that failed, or took too long: it is computed."""
+        self.never_save = wishes.get("save") is False
+        """The request does not want to be saved."""
+        self.no_save = self.never_save
+        """What it has computed so far stands on a cache that was cleared since, or is not to be saved at all."""
         self.hold_until_step = 0
         """Its blocks wait to be saved until this step's outcome is known."""
         self._hashed = 0
@@ -54,7 +58,7 @@ class RequestState:
 
     def restarted(self) -> None:
         """The engine begins with the request (again): nothing of it is computed yet."""
-        if self.no_save:
+        if self.no_save and not self.never_save:
             self.no_save = False
             self.forget_saves()
 
@@ -93,6 +97,12 @@ class RequestState:
             ),
             default=1 << 62,
         )
+
+
+def _wishes(request: Any) -> Mapping[str, Any]:
+    """What the request's kv_transfer_params say to us: {"tierkv": {"load": false, "save": false}}."""
+    given = (getattr(request, "kv_transfer_params", None) or {}).get(PARAMETERS_KEY)
+    return given if isinstance(given, Mapping) else {}
 
 
 @dataclass(slots=True, eq=False)
