@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -244,6 +247,9 @@ def test_saves_beyond_the_bound_are_dropped_from_the_end_and_the_bound_is_given_
             assert (second.ok, list(second.done)) == (False, keys[6:8])
         assert core.stats()["save_dropped"] == 3 * 4
         assert load(core, memory, keys[:8]).ok
+        memory.fill(rows.tolist(), keys)
+        core.save(9, keys, rows)
+        assert finish(core)[0].ok  # more than the bound, but alone
 
 
 @pytest.mark.parametrize("rows", [[0, ROWS], [-1, 0], [0], [0, 1, 2]])
@@ -409,3 +415,10 @@ def test_closing_ends_what_is_under_way_and_is_idempotent(agent: AgentStore) -> 
     with tier_core(memory, lambda: client_of(agent), specs=specs) as core:
         eventually(lambda: core.attached, "the tier attaches")
         load(core, memory, keys)
+
+
+def test_the_page_lists_every_option_with_its_default() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "vllm-offloading.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", page, re.MULTILINE))
+    defaults = msgspec.json.decode(msgspec.json.encode(TierOptions()))
+    assert {name: json.loads(value) for name, value in listed.items()} == defaults

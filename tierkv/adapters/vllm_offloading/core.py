@@ -189,10 +189,11 @@ class TierCore:
     def save(self, job: int, keys: Sequence[bytes], rows: Int64Array) -> None:
         """Saves the blocks `keys` from `rows`, (n,) row numbers, which must not change until the job is finished().
 
-        What the bound for saves has no place for is dropped, from the end.
+        What the bound for saves has no place for is dropped, from the end; a job that is alone is taken whole.
         """
-        room = self._max_saving - self._saving if self._options.save else 0
-        self._submit(_Transfer(job, False, keys, time.monotonic()), rows, min(len(keys), max(0, room)))
+        room = self._max_saving - self._saving if self._saving else len(keys)
+        count = min(len(keys), max(0, room)) if self._options.save else 0
+        self._submit(_Transfer(job, False, keys, time.monotonic()), rows, count)
 
     def load(self, job: int, keys: Sequence[bytes], rows: Int64Array) -> None:
         """Loads the blocks `keys` into `rows`, (n,) row numbers, undefined until it is finished()."""

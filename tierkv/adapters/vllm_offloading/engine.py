@@ -42,8 +42,8 @@ def check_version(allow_untested: bool) -> None:
         return
     first, end = (f"{major}.{minor}" for major, minor in SUPPORTED)
     raise ConfigError(
-        f"{WHERE}: vLLM {found[0]}.{found[1]} is outside the range that this tierkv was tested with ({first} up to, not "
-        f"including, {end}): install another version of either, or set allow_untested_vllm"
+        f"{WHERE}: vLLM {found[0]}.{found[1]} is outside the range that this tierkv was tested with ({first} up to, "
+        f"not including, {end}): install another version of either, or set allow_untested_vllm"
     )
 
 

@@ -64,7 +64,8 @@ class TierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     save_timeout_s: Seconds = 60.0
     """A save that takes longer is dropped."""
     max_saving_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
-    """The share of vLLM's CPU tier that saves may hold until they are read; more are dropped."""
+    """The share of vLLM's CPU tier that saves may hold until they are read; more are dropped. A batch of blocks that
+    comes when no other is being saved is always taken."""
     copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Threads that copy blocks between vLLM's CPU tier and the agent's memory."""
     clear_on_reset: bool = True
