@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from types import FrameType
 
-from tierkv.commands import agent, bench, doctor, inspect, replay, top, verify
+from tierkv.commands import agent, bench, demo, doctor, inspect, replay, size, top, verify
 from tierkv.errors import TierKVError
 
 EXIT_ERROR = 2
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tierkv {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (agent, top, replay, bench, verify, inspect, doctor):
+    for command in (agent, top, demo, replay, bench, verify, inspect, size, doctor):
         command.add_parser(commands)
     return parser
 

@@ -8,7 +8,8 @@ of equally many. What is padding in a page is not stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import TypeAlias
 
 from tierkv.adapters.sizing.layers import Attention, Latent, Layer, Model, State
@@ -69,7 +70,12 @@ class GroupSize:
         """For the adapter's policies."""
         kept = store if self.kind in (Kind.SLIDING, Kind.CHUNKED) else "all"
         return Group(
-            self.index, self.kind, self.block_tokens, self.reach_tokens, store=kept, period_tokens=period_tokens
+            self.index,
+            self.kind,
+            self.block_tokens,
+            self.reach_tokens,
+            store=kept,
+            period_tokens=period_tokens,
         )
 
 
@@ -78,27 +84,41 @@ class _Page:
     """A layer's page on one rank, comparable: layers with equal pages can share a group."""
 
     layer: Layer
+    """Of attention only the heads on one rank."""
     block_tokens: int
     content_bytes: int
 
 
 def group_layers(
-    model: Model, *, block_tokens: int, kv_dtype: str, tensor_size: int = 1, pipeline_size: int = 1
+    model: Model,
+    *,
+    block_tokens: int,
+    kv_dtype: str,
+    state_dtype: str = "auto",
+    tensor_size: int = 1,
+    pipeline_size: int = 1,
 ) -> tuple[GroupSize, ...]:
     """The groups. ConfigError where the engine could not serve the model so, or its grouping is not known here.
 
-    block_tokens: vLLM's --block-size; kv_dtype: resolved, see resolve_kv_dtype().
+    block_tokens: vLLM's --block-size; kv_dtype: resolved, see resolve_kv_dtype(); state_dtype: vLLM's
+    --mamba-ssm-cache-dtype.
     """
     placed = [(number, layer) for number, kept in enumerate(model.layers) for layer in kept]
     if not any(isinstance(layer, (Attention, Latent)) for _, layer in placed):
-        raise ConfigError(f"model_type {model.name!r}: it has no attention layers, so vLLM caches no prefixes of it")
-    pages = _pages(model, [layer for _, layer in placed], block_tokens, kv_dtype, tensor_size)
+        raise ConfigError(
+            f"model_type {model.name!r}: it has no attention layers, so vLLM caches no prefixes of it"
+        )
+    states = [
+        layer.state_bytes(tensor_size, model.dtype, state_dtype) if isinstance(layer, State) else 0
+        for _, layer in placed
+    ]
+    pages = _pages(model.name, [layer for _, layer in placed], states, block_tokens, kv_dtype, tensor_size)
     stages = _stages(len(model.layers), pipeline_size)
     groups = []
     for index, members in enumerate(_members(pages)):
         layer = placed[members[0]][1]
-        shards = {placed[member][1].shards(tensor_size) for member in members}
-        parts = max(shards)  # where they differ, every rank that has bytes of its own is a part
+        # Ranks share a part only if they hold the same bytes of every layer.
+        replicas = gcd(*(tensor_size // placed[member][1].shards(tensor_size) for member in members))
         shares = []
         for stage, (first, last) in enumerate(stages):
             here = [member for member in members if first <= placed[member][0] < last]
@@ -107,7 +127,8 @@ def group_layers(
                 shares.append(StageShare(stage, len(here), size))
         kind, description, reach = _describe(layer)
         group = GroupSize(
-            index, kind, description, pages[members[0]].block_tokens, parts, tensor_size // parts, reach, tuple(shares)
+            index, kind, description, pages[members[0]].block_tokens, tensor_size // replicas, replicas, reach,
+            tuple(shares),
         )  # fmt: skip
         _check(group)
         groups.append(group)
@@ -123,7 +144,9 @@ def resolve_kv_dtype(model: Model, asked: str) -> str:
 
 def _check(group: GroupSize) -> None:
     if group.parts > MAX_PARTS:
-        raise ConfigError(f"group {group.index}: {group.parts} parts a block; at most {MAX_PARTS} are possible")
+        raise ConfigError(
+            f"group {group.index}: {group.parts} parts a block; at most {MAX_PARTS} are possible"
+        )
     largest = max(share.part_bytes for share in group.stages) * group.parts
     if largest > MAX_BLOCK_BYTES:
         raise ConfigError(
@@ -133,32 +156,40 @@ def _check(group: GroupSize) -> None:
 
 
 def _pages(
-    model: Model, layers: Sequence[Layer], block_tokens: int, kv_dtype: str, tensor_size: int
+    name: str,
+    layers: Sequence[Layer],
+    states: Sequence[int],
+    block_tokens: int,
+    kv_dtype: str,
+    tensor_size: int,
 ) -> list[_Page]:
-    """Each layer's page, with block lengths as vLLM settles them."""
-    states = [layer.state_bytes(tensor_size, model.dtype) for layer in layers if isinstance(layer, State)]
+    """Each layer's page, with block lengths as vLLM settles them. states: bytes of each layer's state, 0 for none."""
     tokens = [
         layer.token_bytes(tensor_size, kv_dtype) for layer in layers if isinstance(layer, (Attention, Latent))
     ]
-    if states:
+    if any(states):
         latent = any(isinstance(layer, Latent) for layer in layers)
         unit = max(_LATENT_BLOCK_TOKENS if latent else _KERNEL_BLOCK_TOKENS, block_tokens)
         if len(set(tokens)) > 1:
             raise ConfigError(
-                f"model_type {model.name!r}: recurrent layers beside attention layers of different sizes are not known"
+                f"model_type {name!r}: recurrent layers beside attention layers of different sizes are not known"
             )
         block_tokens = max(block_tokens, unit * -(-max(states) // (unit * tokens[0])))
     pages = []
-    for layer in layers:
+    for layer, state in zip(layers, states, strict=True):
         if isinstance(layer, State):
-            content = layer.state_bytes(tensor_size, model.dtype)
+            pages.append(_Page(layer, block_tokens, state))
+            continue
+        content = layer.token_bytes(tensor_size, kv_dtype) * block_tokens
+        if isinstance(layer, Attention):
+            layer_on_rank: Layer = replace(layer, kv_heads=layer.rank_heads(tensor_size))
         else:
-            content = layer.token_bytes(tensor_size, kv_dtype) * block_tokens
-        pages.append(_Page(layer, block_tokens, content))
+            layer_on_rank = layer
+        pages.append(_Page(layer_on_rank, block_tokens, content))
     if _is_one_group(pages):
         return pages
     largest = max(page.content_bytes for page in pages)
-    return [_grown(page, largest, model.name) for page in pages]
+    return [_grown(page, largest, name) for page in pages]
 
 
 def _grown(page: _Page, largest_bytes: int, name: str) -> _Page:
@@ -196,11 +227,12 @@ def _members(pages: Sequence[_Page]) -> list[list[int]]:
     kinds: dict[_Page, list[int]] = {}
     for position, page in enumerate(pages):
         kinds.setdefault(page, []).append(position)
-    fewest, most = (count(map(len, kinds.values())) for count in (min, max))
-    group_layers_count = most if most < fewest * 1.5 else fewest
+    fewest = min(map(len, kinds.values()))
+    most = max(map(len, kinds.values()))
+    group_layers = most if most < fewest * 1.5 else fewest
     members = []
     for positions in kinds.values():
-        count = -(-len(positions) // group_layers_count)
+        count = -(-len(positions) // group_layers)
         members += [positions[start::count] for start in range(count)]
     return members
 

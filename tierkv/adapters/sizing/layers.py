@@ -41,10 +41,13 @@ class Attention:
             )
         return min(self.kv_heads, tensor_size)
 
+    def rank_heads(self, tensor_size: int) -> int:
+        """Heads on one rank."""
+        return self.kv_heads // self.shards(tensor_size)
+
     def token_bytes(self, tensor_size: int, kv_dtype: str) -> int:
         """Bytes a token on one rank."""
-        heads = self.kv_heads // self.shards(tensor_size)
-        return heads * (self.key_dim + self.value_dim) * item_bytes(kv_dtype)
+        return self.rank_heads(tensor_size) * (self.key_dim + self.value_dim) * item_bytes(kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,8 @@ class State:
         """Every rank holds its own share."""
         return tensor_size
 
-    def state_bytes(self, tensor_size: int, model_dtype: str) -> int:
-        """Bytes of a state on one rank."""
+    def state_bytes(self, tensor_size: int, model_dtype: str, state_dtype: str = "auto") -> int:
+        """Bytes of a state on one rank. `state_dtype`: of the heads' states, when not what the model says."""
         groups = self.groups
         if groups % tensor_size:  # each rank needs the groups of its heads: they are repeated
             groups = tensor_size
@@ -97,7 +100,8 @@ class State:
                 f"a {self.kind} layer of {self.heads} heads and {channels} channels cannot be split over "
                 f"{tensor_size} tensor-parallel ranks"
             )
-        state_dtype = model_dtype if self.state_dtype == "auto" else self.state_dtype
+        if state_dtype == "auto":
+            state_dtype = model_dtype if self.state_dtype == "auto" else self.state_dtype
         return self.conv_rows * channels // tensor_size * item_bytes(model_dtype) + (
             self.heads // tensor_size * self.head_values * item_bytes(state_dtype)
         )

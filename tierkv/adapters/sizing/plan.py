@@ -1,0 +1,105 @@
+"""What contexts take in the store, and how large DRAM and NVMe should be for a number of sessions.
+
+A stored block occupies whole granules of 4 KiB in every tier. Only whole blocks are stored. Sessions are counted as if
+they shared nothing: a common system prompt makes them smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tierkv.adapters.sizing.grouping import GroupSize
+from tierkv.adapters.vllm.groups import Kind, last_boundary, step_tokens
+from tierkv.errors import ConfigError
+from tierkv.types import SLOT_GRANULE_BYTES
+
+POLICIES: Final = ("all", "periodic", "boundary")
+"""What is kept of sliding-window and chunked-local groups: see tierkv.adapters.vllm.groups.Group.store."""
+DRAM_SHARE: Final = 4
+"""DRAM is to hold one session in so many: those whose next turn comes soon."""
+MIN_DRAM_CONTEXTS: Final = 2
+"""But no less than one that is saved and one that is loaded."""
+NVME_HEADROOM: Final = 1.25
+"""So that a session is not evicted as soon as another one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """What is stored of one group for one context."""
+
+    index: int
+    blocks: int
+    store_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """What one context takes in the store under a policy."""
+
+    policy: str
+    tokens: int
+    """Of the context that the stored blocks let a request resume at."""
+    groups: tuple[GroupContext, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(group.blocks for group in self.groups)
+
+    @property
+    def store_bytes(self) -> int:
+        return sum(group.store_bytes for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Sizes of the tiers of one host whose agent serves all ranks."""
+
+    sessions: int
+    dram_bytes: int
+    nvme_bytes: int
+
+
+def slot_bytes(group: GroupSize) -> int:
+    """What a block takes in a tier: each stage's share is a stored block of its own, in whole granules."""
+    return sum(-(-share.part_bytes * group.parts // SLOT_GRANULE_BYTES) for share in group.stages) * (
+        SLOT_GRANULE_BYTES
+    )
+
+
+def context_size(
+    groups: Sequence[GroupSize], context_tokens: int, policy: str, *, period_tokens: int, prefill_tokens: int
+) -> ContextSize:
+    """One context of `context_tokens` tokens under one of POLICIES.
+
+    period_tokens: of "periodic". prefill_tokens: tokens of an engine's step when it computes a prompt: recurrent states
+    are stored where a step ends.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"policy {policy!r}: one of {', '.join(POLICIES)} is needed")
+    if context_tokens < 1 or period_tokens < 1 or prefill_tokens < 1:
+        raise ConfigError("the tokens of a context, a period and a step must be 1 or more")
+    unit = step_tokens([group.as_group("all", 0) for group in groups])
+    period = -(-period_tokens // unit) * unit
+    made = [group.as_group(policy, period) for group in groups]
+    end = last_boundary(made, context_tokens)
+    found = []
+    for group, rules in zip(groups, made, strict=True):
+        if group.kind is Kind.RECURRENT:
+            # A step ends on a block's end where it can; the last state is the one to resume at.
+            stride = max(1, prefill_tokens // group.block_tokens) * group.block_tokens
+            blocks = -(-end // stride)
+        else:
+            blocks = int(rules.keeps(0, context_tokens // group.block_tokens, [end]).sum())
+        found.append(GroupContext(group.index, blocks, blocks * slot_bytes(group)))
+    return ContextSize(policy, end, tuple(found))
+
+
+def recommend(context: ContextSize, sessions: int) -> Recommendation:
+    """DRAM for the sessions that are due soon, NVMe for all."""
+    if sessions < 1:
+        raise ConfigError(f"{sessions} sessions: 1 or more are needed")
+    in_dram = max(MIN_DRAM_CONTEXTS, -(-sessions // DRAM_SHARE))
+    granules = -(-int(sessions * context.store_bytes * NVME_HEADROOM) // SLOT_GRANULE_BYTES)
+    return Recommendation(sessions, in_dram * context.store_bytes, granules * SLOT_GRANULE_BYTES)
