@@ -40,15 +40,15 @@ class Answer(Enum):
 class _Entry:
     """A key that somebody asked for. `answer` is None until it is there."""
 
-    __slots__ = ("answer", "asked", "heard", "since_s")
+    __slots__ = ("answer", "heard", "requests", "since_s")
 
     def __init__(self, since_s: float) -> None:
         self.answer: Answer | None = None
         self.since_s = since_s
         """When it was asked for; once it is answered, when that was."""
         self.heard = False
-        self.asked: set[str] = set()
-        """The requests."""
+        self.requests = 0
+        """How many have asked."""
 
 
 _Batch = list[tuple[bytes, _Entry]]
@@ -106,13 +106,16 @@ class Lookups:
                 return Answer.MISS
             old, entry = entry, _Entry(now_s)
             if old is not None:
-                entry.asked = old.asked
+                entry.requests = old.requests
             self._entries[key] = entry
             self._batch.append((key, entry))
             self._under_way += 1
-        if request not in entry.asked:
-            entry.asked.add(request)
-            self._of_request.setdefault(request, set()).add(key)
+        asked = self._of_request.get(request)
+        if asked is None:
+            asked = self._of_request[request] = set()
+        if key not in asked:
+            asked.add(key)
+            entry.requests += 1
         if entry.answer is None:
             if now_s - entry.since_s <= self._timeout_s:
                 return Answer.RETRY
@@ -156,8 +159,8 @@ class Lookups:
         """The request has ended."""
         for key in self._of_request.pop(request, ()):
             entry = self._entries[key]
-            entry.asked.discard(request)
-            if not entry.asked:
+            entry.requests -= 1
+            if not entry.requests:
                 del self._entries[key]
 
     def forget_answers(self) -> None:
@@ -165,7 +168,7 @@ class Lookups:
         now_s = self._now_s()
         for key, old in list(self._entries.items()):
             entry = self._entries[key] = _Entry(now_s)
-            entry.asked, entry.answer = old.asked, Answer.MISS
+            entry.requests, entry.answer = old.requests, Answer.MISS
         self._under_way -= len(self._batch)
         self._batch = []
 
