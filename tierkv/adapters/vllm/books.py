@@ -25,8 +25,8 @@ class RequestState:
     """One request, as long as the engine knows it."""
 
     __slots__ = (
-        "_hashed", "_last_hash", "hashes", "hold_until_step", "never_save", "next_block", "next_tokens", "no_load", "no_save",
-        "request", "search", "stored",
+        "_hashed", "_last_hash", "hashes", "hold_until_step", "never_save", "next_block", "next_tokens", "no_load",
+        "no_save", "request", "search", "stored",
     )  # fmt: skip
 
     def __init__(self, request: Any, groups: int) -> None:

@@ -1,0 +1,1 @@
+"""The demo of `tierkv demo vllm`: two real vLLM engines share one cache while a session hops between them."""

