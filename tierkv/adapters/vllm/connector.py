@@ -37,8 +37,9 @@ from tierkv.adapters.vllm.layout import describe_group
 from tierkv.adapters.vllm.messages import StepOrders, WorkerReport
 from tierkv.adapters.vllm.scheduler import ConnectorScheduler, SchedulerOptions
 from tierkv.adapters.vllm.settings import read_settings
+from tierkv.adapters.vllm.staging import PathMaker
 from tierkv.adapters.vllm.stats import TierKVPromMetrics, TierKVStats
-from tierkv.adapters.vllm.worker import ConnectorWorker, HostPath
+from tierkv.adapters.vllm.worker import ConnectorWorker, Path
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.keys import Keyspace, KeyspaceSpec
 
@@ -122,6 +123,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             copy_threads=self._settings.copy_threads, load_timeout_s=self._settings.load_timeout_s,
             save_timeout_s=self._settings.save_timeout_s,
         )  # fmt: skip
+        self._paths = PathMaker(self._store, self._settings.staging())
         if scheduling:
             self._start_scheduler(vllm_config, kv_cache_config)
 
@@ -156,7 +158,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._kv_cache_config
         ranks = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         facts = compat.facts_of(self._vllm_config, config, self._settings, ranks[1], ranks[0])
-        paths: list[HostPath | None] = []
+        paths: list[Path | None] = []
         shards: list[Shard] = []
         sizes: list[int] = []
         specs: list[KeyspaceSpec | None] = []
@@ -173,7 +175,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = {layer: compat.blocks_of(kv_caches[layer], config.num_blocks) for layer in layers}
             cache = describe_group(layers, blocks, config.num_blocks)
             spec = keyspace_of(facts, group, compat.spec_detail(described.kv_cache_spec), cache, shard)
-            paths.append(HostPath(self._store, self._store.open(spec), cache, shard))
+            paths.append(self._paths.path(self._store.open(spec), cache, shard))
             sizes.append(cache.block_bytes)
             specs.append(spec)
         greeting = json.dumps(
@@ -415,6 +417,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Lets the saves under way end, for a moment, and detaches."""
         if self._worker is not None:
             self._worker.drain(_DRAIN_TIMEOUT_S)
+        self._paths.close(_DRAIN_TIMEOUT_S)
         if self._scheduler is not None:
             self._finder.stop()
         self._store.close()

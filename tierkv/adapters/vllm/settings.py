@@ -18,6 +18,7 @@ from tierkv.errors import ConfigError
 
 StorePolicy = Literal["all", "periodic", "boundary"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+_LEAST_STAGING_BYTES = 1 << 20
 _STORE_KEYS = ("dram_bytes", "nvme_directory", "nvme_bytes", "dfs_directory")
 
 
@@ -76,6 +77,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """The share of the engine's blocks that saves may hold until they are read; more are dropped."""
     copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Threads that copy blocks between the engine and the agent's memory, in each worker."""
+    staging_bytes: int | str = "256MiB"
+    """Page-locked host memory, and as much of the accelerator's, that blocks pass through, in each worker. Only for
+    caches on an accelerator. A block must fit in an eighth of it."""
     allow_untested_vllm: bool = False
     """Start with a version of vLLM outside the supported range."""
 
@@ -84,6 +88,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         if self.agent:
             return self.agent if self.agent.startswith("unix:") else f"unix:{self.agent}"
         return f"unix:{default_directory() / 'agent.sock'}"
+
+    def staging(self) -> int:
+        """staging_bytes as a number."""
+        return parse_bytes(self.staging_bytes, "kv_connector_extra_config.staging_bytes")
 
     def store(self) -> StoreConfig:
         """The tiers of an agent that is started here."""
@@ -120,6 +128,11 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError(
             f"kv_connector_extra_config: {error}; docs/vllm.md lists the keys of the tierkv connector"
         ) from error
+    if settings.staging() < _LEAST_STAGING_BYTES:
+        raise ConfigError(
+            f"kv_connector_extra_config: staging_bytes is {settings.staging_bytes!r}: "
+            f"{_LEAST_STAGING_BYTES} or more is needed"
+        )
     if not settings.start_agent:
         given = [key for key in _STORE_KEYS if key in extra]
         if given:
