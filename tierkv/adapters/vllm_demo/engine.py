@@ -76,9 +76,10 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         self._llm = LLM(
-            model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=MAX_TOKENS,
-            max_num_batched_tokens=2048, max_num_seqs=2, block_size=BLOCK_TOKENS, num_gpu_blocks_override=blocks, seed=0,
-            disable_log_stats=False, kv_transfer_config=KVTransferConfig(**connector),
+            model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=blocks, max_model_len=(blocks - SPARE_BLOCKS // 2) * BLOCK_TOKENS,
+            max_num_batched_tokens=2048, max_num_seqs=2, seed=0, disable_log_stats=False,
+            kv_transfer_config=KVTransferConfig(**connector),
         )  # fmt: skip
         self._number = 0
 
@@ -142,12 +143,13 @@ class Engine:
 
 
 def main() -> None:
-    """Serves commands until the other end closes."""
-    model, settings = sys.argv[1:3]
-    commands, replies = (int(fd) for fd in sys.argv[3:5])
-    if not (Path(model) / "model.safetensors").exists():
+    """Serves commands until the other end closes. With MODEL alone: writes the model there, and that is all."""
+    model = sys.argv[1]
+    if len(sys.argv) == 2:
         write_model(Path(model))
-    engine = Engine(model, **json.loads(settings))
+        return
+    commands, replies = (int(fd) for fd in sys.argv[3:5])
+    engine = Engine(model, **json.loads(sys.argv[2]))
     with open(replies, "w", buffering=1) as answer:
         print(json.dumps("ready"), file=answer)
         with open(commands) as lines:

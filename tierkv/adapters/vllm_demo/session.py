@@ -34,6 +34,8 @@ _END_TIMEOUT_S = 30.0
 _LOG_TAIL_BYTES = 3000
 # -c and not -m: the package is found where this process found it, whatever the working directory holds.
 _BOOT = "import sys, runpy; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+_ENGINE_MODULE = "tierkv.adapters.vllm_demo.engine"
+_PLACE = str(Path(__file__).resolve().parents[3])
 _FIRST_TOKEN, _LAST_TOKEN = 3, 4096
 
 
@@ -105,11 +107,10 @@ class _Engine:
         self._replies, replies = os.pipe()
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "vllm-cache")}
         environment.pop("PYTHONHASHSEED", None)
-        place = str(Path(__file__).resolve().parents[3])
         with open(self._log, "ab") as log:
             self.process = subprocess.Popen(
                 [
-                    python, "-P", "-c", _BOOT, place, "tierkv.adapters.vllm_demo.engine", str(directory / "model"),
+                    python, "-P", "-c", _BOOT, _PLACE, _ENGINE_MODULE, str(directory / "model"),
                     json.dumps(settings), str(commands), str(replies),
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=(commands, replies),
@@ -159,6 +160,17 @@ class _Engine:
         os.close(self._replies)
 
 
+def _write_model(python: str, directory: Path) -> None:
+    """Once, before the engines start: to them it is a checkpoint like any other."""
+    done = subprocess.run(
+        [python, "-P", "-c", _BOOT, _PLACE, _ENGINE_MODULE, str(directory)], capture_output=True, text=True,
+        timeout=_START_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        tail = done.stderr[-_LOG_TAIL_BYTES:]
+        raise StorageError(f"demo vllm: the model could not be written with {python}:\n{tail}")
+
+
 def run_demo(
     python: str,
     *,
@@ -172,6 +184,7 @@ def run_demo(
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierkv-demo-")))
         (directory / "model").mkdir()
+        _write_model(python, directory / "model")
         config = StoreConfig(
             dram=DramConfig(capacity_bytes=512 << 20, shared=True),
             nvme=NvmeConfig(directory=str(directory / "nvme"), capacity_bytes=1 << 30),
