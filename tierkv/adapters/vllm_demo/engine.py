@@ -151,11 +151,11 @@ def main() -> None:
     commands, replies = (int(fd) for fd in sys.argv[3:5])
     engine = Engine(model, **json.loads(sys.argv[2]))
     with open(replies, "w", buffering=1) as answer:
-        print(json.dumps("ready"), file=answer)
+        answer.write(json.dumps("ready") + "\n")
         with open(commands) as lines:
             for line in lines:
                 name, arguments = json.loads(line)
-                print(json.dumps(getattr(engine, name)(**arguments)), file=answer)
+                answer.write(json.dumps(getattr(engine, name)(**arguments)) + "\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's own threads would keep the process for seconds
 
