@@ -122,9 +122,9 @@ def test_llama_3_8b_takes_128_kib_a_token() -> None:
     assert group.token_bytes == 65536
 
 
-def test_heads_that_several_ranks_hold_are_stored_once() -> None:
+def test_heads_that_several_ranks_hold_are_stored_by_each() -> None:
     (group,) = groups_of(LLAMA_8B, tensor_size=16)
-    assert (group.parts, group.replicas, group.token_bytes) == (8, 2, 131072)
+    assert (group.parts, group.replicas, group.copies, group.token_bytes) == (16, 1, 2, 2 * 131072)
 
 
 def test_deepseek_v3_takes_the_same_whatever_the_ranks() -> None:
@@ -178,7 +178,8 @@ def test_qwen3_next_gets_blocks_that_hold_a_state(ranks: int, block_tokens: int)
     assert {group.block_tokens for group in groups} == {block_tokens}
     assert {group.block_bytes for group in groups[:3]} == {12 * state}
     assert groups[0].token_bytes is None
-    assert (groups[3].parts, groups[3].token_bytes) == (min(ranks, 2), 12 * 2 * 2 * 256 * 2)
+    assert (groups[3].parts, groups[3].copies) == (ranks, max(1, ranks // 2))
+    assert groups[3].token_bytes == groups[3].copies * 12 * 2 * 2 * 256 * 2
 
 
 def test_nemotron_h_keeps_its_states_in_32_bits() -> None:
@@ -479,6 +480,15 @@ def test_the_command_prints_tables(
     text = capsys.readouterr().out
     assert "for 16 sessions, periodic: DRAM" in text
     assert "bytes a block" in text
+
+
+def test_the_command_says_when_heads_are_stored_more_than_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for ranks, told in ((8, False), (16, True)):
+        assert main(["size", "--model-config", str(tmp_path), "--tp", str(ranks)]) == 0
+        assert ("stored, 2 times" in capsys.readouterr().out) is told
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"\xff", b'{"model_type": "llama"}'])

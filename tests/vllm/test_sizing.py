@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from agent_process import AgentProcess
+from engine_host import EngineHost, tierkv_connector
+from engine_models import MODELS
+from equality import prompt_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from vllm.distributed.utils import get_pp_indices
@@ -28,6 +33,7 @@ from tierkv.adapters.sizing.families import read_model
 from tierkv.adapters.sizing.grouping import group_layers
 from tierkv.adapters.sizing.layers import Attention, Latent, Layer, Model, State
 from tierkv.errors import ConfigError
+from tierkv.tiers.nvme_check import inspect_directory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.uint8}
 BLOCK_TOKENS = 16
@@ -231,3 +237,28 @@ def test_stages_have_vllms_layers(count: int, size: int) -> None:
     (group,) = group_layers(model, block_tokens=16, kv_dtype="bfloat16", pipeline_size=size)
     ends = [get_pp_indices(count, rank, size) for rank in range(size)]
     assert [share.layers for share in group.stages] == [last - first for first, last in ends]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mimo_v2", "falcon_h1", "qwen3_next", "deepseek_v2"])
+def test_blocks_in_the_store_are_as_large_as_said(name: str, engine: EngineHost, tmp_path: Path) -> None:
+    """A real engine saves a prompt; the store knows the sizes of its groups' blocks."""
+    settings = MODELS[name].engine
+    nvme = tmp_path / "nvme"
+    with AgentProcess(tmp_path, "--nvme-dir", str(nvme), "--nvme", "64MiB") as agent:
+        engine.open(name, tierkv_connector(agent.socket, sliding_window="all", chunked_local="all"))
+        engine.generate([prompt_of(name, 2 * engine.step_tokens() + 10)], 2)
+        engine.settle()
+        engine.close_engine()
+    dtype = settings.get("dtype", "float32")
+    groups = group_layers(
+        read_model(MODELS[name].config, dtype),
+        block_tokens=settings.get("block_size", 128),
+        kv_dtype=dtype,
+        state_dtype="float32",  # as the CPU build keeps it
+    )
+    specs = [space.spec for space in inspect_directory(str(nvme)).keyspaces]
+    stored = sorted((spec.block_bytes, spec.block_tokens) for spec in specs if spec is not None)
+    assert stored == sorted((group.block_bytes, group.block_tokens) for group in groups)
+    assert sorted(group["block_tokens"] for group in engine.description["groups"]) == sorted(
+        group.block_tokens for group in groups
+    )

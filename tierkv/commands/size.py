@@ -161,6 +161,7 @@ def _facts(
                 "slot_bytes": slot_bytes(group),
                 "parts": group.parts,
                 "replicas": group.replicas,
+                "copies": group.copies,
                 "stages": [
                     {"stage": share.stage, "layers": share.layers, "part_bytes": share.part_bytes}
                     for share in group.stages
@@ -187,7 +188,7 @@ def _facts(
             "dram_bytes": advice.dram_bytes,
             "nvme_bytes": advice.nvme_bytes,
         },
-        "notes": list(model.notes),
+        "notes": _notes(arguments, model, groups),
     }
 
 
@@ -235,5 +236,17 @@ def _print(
         f"NVMe [bold]{figures.size(advice.nvme_bytes)}[/bold]",
         soft_wrap=True,
     )
-    for note in model.notes:
+    for note in _notes(arguments, model, groups):
         human.print(f"note: {note}", soft_wrap=True)
+
+
+def _notes(arguments: argparse.Namespace, model: Model, groups: tuple[GroupSize, ...]) -> list[str]:
+    """What a reader should know besides the figures."""
+    notes = list(model.notes)
+    copies = max(group.copies for group in groups)
+    if copies > 1:
+        notes.append(
+            f"{arguments.tp} tensor-parallel ranks are more than the model has key-value heads: each head is held, and "
+            f"stored, {copies} times"
+        )
+    return notes

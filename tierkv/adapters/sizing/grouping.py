@@ -47,7 +47,9 @@ class GroupSize:
     parts: int
     """Shares of a block over the tensor-parallel ranks; ranks that hold the same bytes share one part."""
     replicas: int
-    """Ranks that hold each part."""
+    """Ranks that hold each part: it is stored once."""
+    copies: int
+    """How often equal bytes are stored within a block, where ranks repeat heads: see Attention.copies()."""
     reach_tokens: int
     stages: tuple[StageShare, ...]
     """Those that have layers of this group."""
@@ -119,6 +121,11 @@ def group_layers(
         layer = placed[members[0]][1]
         # Ranks share a part only if they hold the same bytes of every layer.
         replicas = gcd(*(tensor_size // placed[member][1].shards(tensor_size) for member in members))
+        copies = [
+            layer.copies(tensor_size)
+            for layer in (placed[member][1] for member in members)
+            if isinstance(layer, Attention)
+        ] or [1]
         shares = []
         for stage, (first, last) in enumerate(stages):
             here = [member for member in members if first <= placed[member][0] < last]
@@ -127,8 +134,8 @@ def group_layers(
                 shares.append(StageShare(stage, len(here), size))
         kind, description, reach = _describe(layer)
         group = GroupSize(
-            index, kind, description, pages[members[0]].block_tokens, tensor_size // replicas, replicas, reach,
-            tuple(shares),
+            index, kind, description, pages[members[0]].block_tokens, tensor_size // replicas, replicas,
+            max(copies), reach, tuple(shares),
         )  # fmt: skip
         _check(group)
         groups.append(group)

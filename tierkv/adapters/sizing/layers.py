@@ -33,17 +33,21 @@ class Attention:
     """Chunked local attention: tokens a chunk."""
 
     def shards(self, tensor_size: int) -> int:
-        """Different shares over the ranks: with more ranks than heads, several hold the same head."""
+        """Shares of a block that are stored: every rank's, also where several hold the same head."""
+        return tensor_size
+
+    def copies(self, tensor_size: int) -> int:
+        """Ranks that hold the same head: with more ranks than heads, the engine repeats them."""
         if self.kv_heads % tensor_size and tensor_size % self.kv_heads:
             raise ConfigError(
                 f"{self.kv_heads} key-value heads cannot be split over {tensor_size} tensor-parallel ranks: one must "
                 f"be a multiple of the other"
             )
-        return min(self.kv_heads, tensor_size)
+        return max(1, tensor_size // self.kv_heads)
 
     def rank_heads(self, tensor_size: int) -> int:
         """Heads on one rank."""
-        return self.kv_heads // self.shards(tensor_size)
+        return self.kv_heads * self.copies(tensor_size) // tensor_size
 
     def token_bytes(self, tensor_size: int, kv_dtype: str) -> int:
         """Bytes a token on one rank."""
