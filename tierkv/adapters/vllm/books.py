@@ -26,7 +26,7 @@ class RequestState:
 
     __slots__ = (
         "_hashed", "_last_hash", "hashes", "hold_until_step", "never_save", "next_block", "next_tokens", "no_load",
-        "no_save", "request", "search", "stored",
+        "no_save", "request", "search", "stored", "tails",
     )  # fmt: skip
 
     def __init__(self, request: Any, groups: int) -> None:
@@ -43,6 +43,8 @@ class RequestState:
         """What it has computed so far stands on a cache that was cleared since, or is not to be saved at all."""
         self.hold_until_step = 0
         """Its blocks wait to be saved until this step's outcome is known."""
+        self.tails: list[dict[int, tuple[bytes, Any]]] = [{} for _ in range(groups)]
+        """For each group: block index -> (hash, held block) of what a resume at the request's end may need."""
         self._hashed = 0
         self._last_hash = b""
         self.forget_saves()
@@ -71,9 +73,10 @@ class RequestState:
         """Takes the engine's new block hashes over."""
         known = self.request.block_hashes
         count = len(known)
-        if count == self._hashed:
+        same = count >= self._hashed and (not self._hashed or known[self._hashed - 1] == self._last_hash)
+        if same and count == self._hashed:
             return
-        if self._hashed and (count < self._hashed or known[self._hashed - 1] != self._last_hash):
+        if not same:
             self._hashed = 0  # another continuation than the one that was hashed
             self.hashes = [_NONE] * len(groups)
             self.forget_saves()
@@ -85,7 +88,7 @@ class RequestState:
                 packed = pack_hashes(new)
                 self.hashes[position] = np.concatenate((self.hashes[position], packed)) if have else packed
         self._hashed = count
-        self._last_hash = bytes(known[count - 1])
+        self._last_hash = bytes(known[count - 1]) if count else b""
 
     def set_next_tokens(self, groups: Sequence[Group]) -> None:
         """After blocks were considered: when there will be more."""
@@ -163,8 +166,32 @@ class SaveBook:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks that are held."""
+        """Blocks that are held, of jobs, of those to come and of tails."""
         return self._held
+
+    def drop_tails(self, state: RequestState) -> bool:
+        """Gives back what is held of a request's end; False if that is nothing."""
+        held = [block for tail in state.tails for _, block in tail.values()]
+        if held:
+            self.release(held)
+            state.tails = [{} for _ in state.tails]
+        return bool(held)
+
+    def follow_tail(
+        self, state: RequestState, position: int, wanted: Sequence[int], table: Sequence[Any]
+    ) -> None:
+        """Holds the blocks `wanted` of one group's tail, and gives up the others. table: the engine's blocks."""
+        hashes, tail = state.hashes[position], state.tails[position]
+        now = {index: hashes[index].tobytes() for index in wanted}
+        gone = [index for index, (name, _) in tail.items() if now.get(index) != name]
+        if gone:
+            self.release([tail.pop(index)[1] for index in gone])
+        new = [
+            index for index in wanted if index not in tail and index < len(table) and not table[index].is_null
+        ]
+        if new and len(new) <= self.room() - self._max_held_blocks // 2:  # saves come first
+            self.hold([table[index] for index in new])
+            tail.update((index, (now[index], table[index])) for index in new)
 
     @property
     def oldest_s(self) -> float:

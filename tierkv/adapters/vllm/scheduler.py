@@ -63,6 +63,13 @@ class ConnectorScheduler:
         self._finder = finder
         self._counters = counters
         self._step_tokens = step_tokens(options.groups)
+        self._margin_tokens = max(group.margin_blocks * group.block_tokens for group in options.groups)
+        self._sparse = [
+            (position, group)
+            for position, group in enumerate(options.groups)
+            if group.store != "all" and group.kind in (Kind.SLIDING, Kind.CHUNKED)
+        ]
+        """The groups of which not every block is kept."""
         self._positions = {group.index: position for position, group in enumerate(options.groups)}
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, tuple[RequestState, Search, int]] = {}
@@ -237,6 +244,9 @@ class ConnectorScheduler:
         self._waited_s = 0.0
         orders = StepOrders(self._step, greeted=self.serving)
         orders.loads, self._loads = self._loads, []
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._book.drop_tails(self._requests[request_id])
         if self._saving:
             self._collect(output)
             orders.saves = self._save_orders()
@@ -274,7 +284,46 @@ class ConnectorScheduler:
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         tokens = min(tokens_after, state.request.num_tokens)
         self._keep(state, tokens, self._prompt_boundary(state), tokens > state.request.num_prompt_tokens)
+        if self._sparse and tokens >= state.request.num_prompt_tokens:
+            self._follow_tail(state, tokens)
         state.set_next_tokens(self._groups)
+
+    def _follow_tail(self, state: RequestState, tokens: int) -> None:
+        """Holds what a resume at the request's end needs, should it end now, of that which no other boundary needs.
+
+        The end is known only when it has come, and by then windows have moved beyond what its last boundary needs. So
+        the blocks that may leave a window before the next boundary is reached (or, with drafts, the one after it) are
+        held; what is still in the window is the engine's until the end.
+        """
+        boundary = last_boundary(self._groups, tokens)
+        table = None
+        for position, group in self._sparse:
+            begin = group.first_needed(boundary)
+            end = min(
+                tokens // group.block_tokens, len(state.hashes[position]),
+                group.first_needed(boundary + 2 * self._step_tokens + self._margin_tokens) + 1,
+            )  # fmt: skip
+            wanted = self._unsaved(state, position, begin, end)
+            if not wanted and not state.tails[position]:
+                continue
+            if table is None:
+                table = self._manager.get_blocks(state.request.request_id).blocks
+            self._book.follow_tail(state, position, wanted, table[group.index])
+
+    def _unsaved(self, state: RequestState, position: int, begin: int, end: int) -> list[int]:
+        """Those of the blocks begin..end-1 of a group that were neither saved when they went by nor stored already."""
+        if begin >= end:
+            return []
+        group = self._groups[position]
+        kept = group.keeps(
+            begin, min(end, max(begin, state.next_block[position])), self._prompt_boundary(state)
+        )
+        unsaved = np.ones(end - begin, np.bool_)
+        unsaved[: len(kept)] = ~kept
+        if state.stored:
+            known = state.stored[position][begin:end]
+            unsaved[: len(known)] &= ~known
+        return [begin + int(index) for index in np.flatnonzero(unsaved)]
 
     def _prompt_boundary(self, state: RequestState) -> list[int]:
         """Where the request's prompt can be resumed: by one that goes on, and by one that repeats it."""
@@ -411,19 +460,25 @@ class ConnectorScheduler:
         boundary = last_boundary(self._groups, tokens)
         passed = list(state.next_block)
         self._keep(state, tokens, [boundary], hold_back=False)
-        for position, group in enumerate(self._groups):
-            if group.store == "all" or group.kind in (Kind.FULL, Kind.RECURRENT):
-                continue
-            # Blocks that no boundary needed when they went by: this one does.
+        for position, group in self._sparse:
+            # Blocks that no boundary needed when they went by: this one does. Some have left the window since.
             end = min(passed[position], group.blocks_at(boundary) + group.margin_blocks)
-            first = min(group.first_needed(boundary), end)
-            kept = group.keeps(first, end, self._prompt_boundary(state))
-            self._queue(state, position, (np.flatnonzero(~kept) + first).tolist())
+            wanted = self._unsaved(state, position, group.first_needed(boundary), end)
+            hashes, tail = state.hashes[position], state.tails[position]
+            blocks = {
+                index: block for index, (name, block) in tail.items() if hashes[index].tobytes() == name
+            }
+            table = self._manager.get_blocks(request.request_id).blocks[group.index]
+            blocks.update(
+                (index, table[index]) for index in wanted if index < len(table) and not table[index].is_null
+            )
+            self._hold(position, state, [index for index in wanted if index in blocks], blocks)
 
     def _forget(self, request_id: str) -> None:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._end_search(state)
+            self._book.drop_tails(state)
 
     # Waiting and clearing
 
@@ -433,7 +488,11 @@ class ConnectorScheduler:
 
     def frees_blocks_soon(self) -> bool:
         """Whether blocks come free without preempting anybody: those of saves under way, unless they take long."""
-        return self._book.busy and self._book.oldest_s < _PATIENCE_S
+        if self._book.busy and self._book.oldest_s < _PATIENCE_S:
+            return True
+        # They may wait for as long as their requests run; rather than that one is preempted, they go now.
+        dropped = [self._book.drop_tails(state) for state in self._requests.values()] if self._sparse else []
+        return any(dropped)
 
     def begin_clear(self) -> None:
         """The cache is to be forgotten: what was computed before now is neither saved nor looked for any more."""
@@ -441,6 +500,7 @@ class ConnectorScheduler:
         for state in self._requests.values():
             state.no_save = True
             self._end_search(state)
+            self._book.drop_tails(state)
         for _, _, blocks in self._saves:
             self._book.release(blocks)
         self._saves, self._told = [], []
