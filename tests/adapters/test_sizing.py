@@ -18,6 +18,7 @@ from tierkv.adapters.sizing.plan import POLICIES, context_size, recommend, slot_
 from tierkv.adapters.vllm.groups import Kind
 from tierkv.cli import main
 from tierkv.errors import ConfigError
+from tierkv.memory import SlotMap
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -413,17 +414,47 @@ def test_contexts_are_ordered_and_made_of_whole_blocks(
         assert context.tokens <= tokens
         for group, held in zip(groups, context.groups, strict=True):
             assert held.blocks <= tokens // group.block_tokens
-            assert held.store_bytes == held.blocks * slot_bytes(group)
-            assert slot_bytes(group) % 4096 == 0
-            assert group.block_bytes <= slot_bytes(group) < group.block_bytes + 4096 * len(group.stages)
+            assert held.store_bytes == held.blocks * sum(slot_bytes(group))
+            assert all(size % 4096 == 0 for size in slot_bytes(group))
+            assert group.block_bytes <= sum(slot_bytes(group)) < group.block_bytes + 4096 * len(group.stages)
             if group.kind is Kind.FULL:
                 assert held.blocks == tokens // group.block_tokens
             if group.kind is Kind.RECURRENT and context.tokens:
                 assert held.blocks >= 1
     assert size(tokens + 500, "all").store_bytes >= found["all"].store_bytes
-    advice = recommend(found["periodic"], 8)
-    assert advice.nvme_bytes >= 8 * found["periodic"].store_bytes
-    assert advice.dram_bytes == 2 * found["periodic"].store_bytes
+
+
+@given(
+    models(), st.integers(1, 6000), st.sampled_from(POLICIES), st.sampled_from([1, 5, 9]), st.integers(1, 3)
+)
+def test_the_recommended_tiers_hold_what_they_should(
+    model: Model, tokens: int, policy: str, sessions: int, pipeline_size: int
+) -> None:
+    """Tried with the map that the tiers themselves allocate by, contexts one after the other."""
+    assume(pipeline_size <= len(model.layers))
+    groups = group_layers(model, block_tokens=16, kv_dtype="bfloat16", pipeline_size=pipeline_size)
+    context = context_size(groups, tokens, policy, period_tokens=2048, prefill_tokens=1024)
+    advice = recommend(groups, context, sessions)
+    assume(advice.nvme_bytes)
+    for capacity, contexts in (
+        (advice.dram_bytes, max(2, -(-sessions // 4))),
+        (advice.nvme_bytes, sessions * 5 // 4),
+    ):
+        slots = SlotMap(capacity, advice.slab_bytes)
+        for _ in range(contexts):
+            for group, held in zip(groups, context.groups, strict=True):
+                for size in slot_bytes(group):
+                    given_slots = slots.allocate(size, held.blocks)
+                    assert given_slots is not None
+                    assert len(given_slots) == held.blocks
+
+
+def test_blocks_that_exceed_a_slab_need_larger_ones() -> None:
+    groups = groups_of(LLAMA_8B, block_tokens=1024)
+    context = context_size(groups, 10_000, "all", period_tokens=2048, prefill_tokens=8192)
+    advice = recommend(groups, context, 2)
+    assert advice.slab_bytes == slot_bytes(groups[0])[0] == 128 << 20
+    assert advice.dram_bytes == 18 * advice.slab_bytes
 
 
 @given(st.integers(1, 40_000), st.sampled_from(POLICIES))

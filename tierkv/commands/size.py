@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         for policy in _POLICIES
     ]
     chosen = next(context for context in contexts if context.policy == arguments.policy)
-    advice = recommend(chosen, arguments.sessions)
+    advice = recommend(groups, chosen, arguments.sessions)
     output.write_json(_facts(arguments, model, kv_dtype, groups, contexts, advice), arguments.json)
     _print(output.console(arguments.json), arguments, model, kv_dtype, groups, contexts, advice)
     return 0
@@ -158,7 +158,7 @@ def _facts(
                 "block_tokens": group.block_tokens,
                 "token_bytes": group.token_bytes,
                 "block_bytes": group.block_bytes,
-                "slot_bytes": slot_bytes(group),
+                "slot_bytes": sum(slot_bytes(group)),
                 "parts": group.parts,
                 "replicas": group.replicas,
                 "copies": group.copies,
@@ -187,8 +187,9 @@ def _facts(
             "policy": arguments.policy,
             "dram_bytes": advice.dram_bytes,
             "nvme_bytes": advice.nvme_bytes,
+            "slab_bytes": advice.slab_bytes,
         },
-        "notes": _notes(arguments, model, groups),
+        "notes": _notes(arguments, model, groups, advice),
     }
 
 
@@ -236,17 +237,25 @@ def _print(
         f"NVMe [bold]{figures.size(advice.nvme_bytes)}[/bold]",
         soft_wrap=True,
     )
-    for note in _notes(arguments, model, groups):
+    for note in _notes(arguments, model, groups, advice):
         human.print(f"note: {note}", soft_wrap=True)
 
 
-def _notes(arguments: argparse.Namespace, model: Model, groups: tuple[GroupSize, ...]) -> list[str]:
+def _notes(
+    arguments: argparse.Namespace, model: Model, groups: tuple[GroupSize, ...], advice: Recommendation
+) -> list[str]:
     """What a reader should know besides the figures."""
+    from tierkv.memory import DEFAULT_SLAB_BYTES
+
     notes = list(model.notes)
     copies = max(group.copies for group in groups)
     if copies > 1:
         notes.append(
             f"{arguments.tp} tensor-parallel ranks are more than the model has key-value heads: each head is held, and "
             f"stored, {copies} times"
+        )
+    if advice.slab_bytes > DEFAULT_SLAB_BYTES:
+        notes.append(
+            f"blocks are larger than a slab: set dram.slab_bytes and nvme.slab_bytes to {advice.slab_bytes}"
         )
     return notes

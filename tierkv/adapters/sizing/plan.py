@@ -1,11 +1,13 @@
 """What contexts take in the store, and how large DRAM and NVMe should be for a number of sessions.
 
-A stored block occupies whole granules of 4 KiB in every tier. Only whole blocks are stored. Sessions are counted as if
-they shared nothing: a common system prompt makes them smaller.
+A stored block occupies whole granules of 4 KiB in every tier, and a tier gives its space to block sizes by the slab, so
+it needs a slab for each size that a model has. Only whole blocks are stored. Sessions are counted as if they shared
+nothing: a common system prompt makes them smaller.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +15,7 @@ from typing import Final
 from tierkv.adapters.sizing.grouping import GroupSize
 from tierkv.adapters.vllm.groups import Kind, last_boundary, step_tokens
 from tierkv.errors import ConfigError
-from tierkv.types import SLOT_GRANULE_BYTES
+from tierkv.memory import DEFAULT_SLAB_BYTES, slot_bytes_for
 
 POLICIES: Final = ("all", "periodic", "boundary")
 """What is kept of sliding-window and chunked-local groups: see tierkv.adapters.vllm.groups.Group.store."""
@@ -59,13 +61,13 @@ class Recommendation:
     sessions: int
     dram_bytes: int
     nvme_bytes: int
+    slab_bytes: int
+    """The tiers' slab_bytes: their default, or more where a block does not fit into that."""
 
 
-def slot_bytes(group: GroupSize) -> int:
-    """What a block takes in a tier: each stage's share is a stored block of its own, in whole granules."""
-    return sum(-(-share.part_bytes * group.parts // SLOT_GRANULE_BYTES) for share in group.stages) * (
-        SLOT_GRANULE_BYTES
-    )
+def slot_bytes(group: GroupSize) -> tuple[int, ...]:
+    """What a block takes in a tier, by stage: each stage's share is a stored block of its own."""
+    return tuple(slot_bytes_for(share.part_bytes * group.parts) for share in group.stages)
 
 
 def context_size(
@@ -92,14 +94,31 @@ def context_size(
             blocks = -(-end // stride)
         else:
             blocks = int(rules.keeps(0, context_tokens // group.block_tokens, [end]).sum())
-        found.append(GroupContext(group.index, blocks, blocks * slot_bytes(group)))
+        found.append(GroupContext(group.index, blocks, blocks * sum(slot_bytes(group))))
     return ContextSize(policy, end, tuple(found))
 
 
-def recommend(context: ContextSize, sessions: int) -> Recommendation:
+def recommend(groups: Sequence[GroupSize], context: ContextSize, sessions: int) -> Recommendation:
     """DRAM for the sessions that are due soon, NVMe for all."""
     if sessions < 1:
         raise ConfigError(f"{sessions} sessions: 1 or more are needed")
+    largest = max(max(slot_bytes(group)) for group in groups)
+    slab = max(DEFAULT_SLAB_BYTES, 1 << (largest - 1).bit_length())
     in_dram = max(MIN_DRAM_CONTEXTS, -(-sessions // DRAM_SHARE))
-    granules = -(-int(sessions * context.store_bytes * NVME_HEADROOM) // SLOT_GRANULE_BYTES)
-    return Recommendation(sessions, in_dram * context.store_bytes, granules * SLOT_GRANULE_BYTES)
+    return Recommendation(
+        sessions,
+        _tier_bytes(groups, context, in_dram, slab),
+        _tier_bytes(groups, context, sessions * NVME_HEADROOM, slab),
+        slab,
+    )
+
+
+def _tier_bytes(groups: Sequence[GroupSize], context: ContextSize, contexts: float, slab_bytes: int) -> int:
+    """Bytes of a tier that holds so many contexts, in whole slabs of each block size."""
+    blocks: dict[int, int] = {}
+    for group, held in zip(groups, context.groups, strict=True):
+        for size in slot_bytes(group):
+            blocks[size] = blocks.get(size, 0) + held.blocks
+    return slab_bytes * sum(
+        -(-math.ceil(count * contexts) // (slab_bytes // size)) for size, count in blocks.items()
+    )
