@@ -250,7 +250,8 @@ def test_vllms_configuration_decides(enabled: bool | None) -> None:
         ],
     )
     events = None if enabled is None else SimpleNamespace(enable_kv_cache_events=enabled)
-    log = EventLog.from_config(SimpleNamespace(kv_events_config=events), config)  # type: ignore[arg-type]
+    algorithm = SimpleNamespace(prefix_caching_hash_algo="sha256_cbor")
+    log = EventLog.from_config(SimpleNamespace(kv_events_config=events, cache_config=algorithm), config)  # type: ignore[arg-type]
     assert log.enabled is bool(enabled)
     request = a_request(128)
     for group, tokens in ((0, 32), (1, 64)):
@@ -260,10 +261,19 @@ def test_vllms_configuration_decides(enabled: bool | None) -> None:
     assert told == ([(32, "full_attention", None), (64, "sliding_window", 128)] if enabled else [])
 
 
-def test_short_hashes_are_told_at_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_short_hashes_are_told_at_their_length(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes: HashArray = pack_hashes([b"0123456789abcdef", b"fedcba9876543210"])
     run = StoredRun(3, hashes[1:], bytes(hashes[0]), list(range(HASH_TOKENS)))
-    log = a_log(hash_bytes=16)
+    spec = FullAttentionSpec(block_size=HASH_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    config = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([name], spec) for name in "abcd"]
+    )
+    vllm_config = SimpleNamespace(
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+    )
+    log = EventLog.from_config(vllm_config, config)  # type: ignore[arg-type]
     log.stored(run, TierKind.DRAM)
     (event,) = log.take()
     assert event.block_hashes == [b"fedcba9876543210"]

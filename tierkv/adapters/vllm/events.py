@@ -45,6 +45,8 @@ from tierkv.types import HASH_BYTES, BoolArray, HashArray, TierKind
 
 MAX_PENDING_BLOCKS = 100_000
 """Blocks that one step's events may name; vLLM's publisher keeps as many batches by default."""
+_XXHASH_BYTES = 16
+"""Length of vLLM's xxhash block hashes; all others fill HASH_BYTES."""
 
 _PLACES: dict[TierKind, tuple[str, str | None, str]] = {
     TierKind.DRAM: (MEDIUM_CPU, "LOCAL", "tierkv-dram"),
@@ -109,9 +111,7 @@ class EventLog:
         self._pending_blocks = 0
 
     @classmethod
-    def from_config(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hash_bytes: int = HASH_BYTES
-    ) -> EventLog:
+    def from_config(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EventLog:
         """For this engine: enabled when its kv_events_config says so."""
         events = vllm_config.kv_events_config
         groups = [
@@ -124,6 +124,8 @@ class EventLog:
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
         ]
         enabled = events is not None and bool(events.enable_kv_cache_events)
+        short = str(vllm_config.cache_config.prefix_caching_hash_algo).startswith("xxhash")
+        hash_bytes = _XXHASH_BYTES if short else HASH_BYTES
         return cls(groups, enabled=enabled, hash_bytes=hash_bytes)
 
     def describe(
