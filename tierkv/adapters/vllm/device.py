@@ -83,7 +83,6 @@ class _Watched:
 
     def __init__(self, name: str) -> None:
         self._works: queue.SimpleQueue[tuple[Callable[[], None], Landed] | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._thread.start()
 
@@ -112,7 +111,6 @@ class _Watched:
 
     def close(self, timeout_s: float) -> bool:
         """As Lane.close()."""
-        self._closing.set()
         self._works.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -146,9 +144,8 @@ class HostDevice:
 class _HostLane(_Watched):
     def run(self, after: threading.Event, work: Callable[[], None], landed: Landed) -> None:
         def ended() -> None:
-            while not after.wait(0.1):
-                if self._closing.is_set():
-                    raise StorageError("closed before the transfer could begin")
+            while not after.wait(_PATIENCE_S):
+                pass
             work()
 
         self._put(ended, landed)
