@@ -70,3 +70,17 @@ def test_a_second_turn_is_served_from_the_store(name: str, tokens: int) -> None:
             run(rig, [second])
             expected = min((kept - margin) // unit * unit, (len(again) - 1) // unit * unit)
             assert second.external_tokens == expected, f"{kept} tokens were kept"
+
+
+def test_nothing_is_saved_that_may_stand_on_a_load_whose_outcome_is_not_known() -> None:
+    shape = FakeShape(groups=(full(),), pipelined=True)
+    with held_rig(shape, load_async=False) as (rig, store, _):
+        run(rig, [FakeRequest("a", prompt(40), 2)])
+        assert rig.engine.reset()
+        store.fail_loads = 9
+        rig.engine.add(FakeRequest("b", prompt(40) + [1] * 20, 2))
+        rig.engine.step()
+        # The next step is scheduled before the outcome of the load is known, and takes what it brings for loaded.
+        rig.engine.add(FakeRequest("c", prompt(40) + [2] * 20, 2))
+        rig.engine.step()
+        rig.settled()

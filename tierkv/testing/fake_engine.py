@@ -21,7 +21,7 @@ Thread safety: none.
 
 from __future__ import annotations
 
-import pickle
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -180,7 +180,7 @@ class FakeEngine:
         offers, self._offers = self._offers, {}
         preempted, self._preempted = self._preempted, set()
         cached = [work for work in plan.work if work.request not in plan.new]
-        plan.orders = pickle.dumps(
+        plan.orders = copy.deepcopy(
             self.connector.step(
                 SimpleNamespace(
                     num_scheduled_tokens={work.request.request_id: work.count for work in plan.work},
@@ -457,7 +457,7 @@ class FakeEngine:
         outcome = plan.outcome = Outcome()
         for rank in self.ranks:
             rank.scramble(plan.fresh, plan.number)
-        orders = [pickle.loads(plan.orders) for _ in self.workers]
+        orders = [copy.deepcopy(plan.orders) for _ in self.workers]
         if plan.sync_loads:
             for worker, order in zip(self.workers, orders, strict=True):
                 worker.start_loads(order)
@@ -478,7 +478,7 @@ class FakeEngine:
                     outcome.received.add(request_id)
             report = worker.take_report()
             if report is not None:
-                report = pickle.loads(pickle.dumps(report))
+                report = copy.deepcopy(report)
                 if outcome.report is None:
                     outcome.report = report
                 else:

@@ -123,7 +123,7 @@ class Plan:
     fresh: list[int] = field(default_factory=list)
     sync_loads: list[FakeRequest] = field(default_factory=list)
     preempted: bool = False
-    orders: bytes = b""
+    orders: Any = None
     outcome: Outcome | None = None
 
 

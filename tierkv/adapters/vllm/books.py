@@ -27,6 +27,7 @@ class RequestState:
     __slots__ = (
         "_hashed", "_last_hash", "hashes", "hold_until_step", "never_save", "next_block", "next_tokens", "no_load",
         "no_save", "request", "search", "stored", "tails",
+        "taken_in",
     )  # fmt: skip
 
     def __init__(self, request: Any, groups: int) -> None:
@@ -43,6 +44,8 @@ class RequestState:
         """What it has computed so far stands on a cache that was cleared since, or is not to be saved at all."""
         self.hold_until_step = 0
         """Its blocks wait to be saved until this step's outcome is known."""
+        self.taken_in = False
+        """The engine has given it blocks that others had, and nothing of it has been considered since."""
         self.tails: list[dict[int, tuple[bytes, Any]]] = [{} for _ in range(groups)]
         """For each group: block index -> (hash, held block) of what a resume at the request's end may need."""
         self._hashed = 0
