@@ -83,7 +83,7 @@ class ConnectorScheduler:
         """What the announcer is to tell of them."""
         self._step = 0
         self._awaited_step = 0
-        """The last step whose outcome somebody waits for."""
+        """The last step that waited for loads: whether they came is known with its outcome."""
         self._known_step = 0
         """The last such step of which all ranks have reported."""
         self._step_ranks: dict[int, int] = {}
@@ -175,6 +175,7 @@ class ConnectorScheduler:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """The engine has given the request its blocks; external_tokens of them are ours to load."""
         state = self._state(request)
+        state.taken_in = True
         if external_tokens == 0:
             self._end_search(state)
             return
@@ -183,7 +184,7 @@ class ConnectorScheduler:
             raise RuntimeError(f"{request.request_id}: a load that was never offered is asked for")
         boundary = search.above_tokens + external_tokens
         # The engine may take less than was offered; where a group serves no resume there, the load must fail whole.
-        whole = longest_hit(self._groups, search.stored, boundary - self._step_tokens, boundary) == boundary
+        whole = longest_hit(self._groups, search.stored, search.above_tokens, boundary) == boundary
         self._last_job += 1
         order = LoadOrder(self._last_job, request.request_id, [], not self._options.load_async, not whole)
         for position, group in enumerate(self._groups):
@@ -247,6 +248,8 @@ class ConnectorScheduler:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._book.drop_tails(self._requests[request_id])
+        if output.has_sync_kv_loads:
+            self._awaited_step = self._step
         if self._saving:
             self._collect(output)
             orders.saves = self._save_orders()
@@ -261,25 +264,18 @@ class ConnectorScheduler:
         """Finds the blocks that this step completes."""
         scheduled = output.num_scheduled_tokens
         for data in output.scheduled_new_reqs:
-            self._consider(
-                data.req_id, data.num_computed_tokens + scheduled[data.req_id], output.has_sync_kv_loads
-            )
+            self._consider(data.req_id, data.num_computed_tokens + scheduled[data.req_id])
         cached = output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._consider(request_id, computed + scheduled[request_id], output.has_sync_kv_loads)
+            self._consider(request_id, computed + scheduled[request_id])
         state = output.kv_connector_block_state
         if state is not None and state.boundary_state_offloads:
             for request_id, offers in state.boundary_state_offloads.items():
                 self._take_states(request_id, offers)
 
-    def _consider(self, request_id: str, tokens_after: int, sync_loads: bool) -> None:
+    def _consider(self, request_id: str, tokens_after: int) -> None:
         state = self._requests.get(request_id)
-        if state is None or tokens_after < state.next_tokens or state.no_save:
-            return
-        if sync_loads:
-            # What this step computes may stand on blocks that turn out not to have been loaded, by whatever connector.
-            self._awaited_step = state.hold_until_step = self._step
-        if state.hold_until_step > self._known_step:
+        if state is None or tokens_after < state.next_tokens or state.no_save or self._unsure(state):
             return
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         tokens = min(tokens_after, state.request.num_tokens)
@@ -287,6 +283,17 @@ class ConnectorScheduler:
         if self._sparse and tokens >= state.request.num_prompt_tokens:
             self._follow_tail(state, tokens)
         state.set_next_tokens(self._groups)
+
+    def _unsure(self, state: RequestState) -> bool:
+        """Whether what the request computes may stand on blocks that turn out not to have been loaded.
+
+        A step does not wait to hear of its synchronous loads, by whatever connector, and until then the engine gives
+        their blocks to every request that it takes in.
+        """
+        if state.taken_in:
+            state.taken_in = False
+            state.hold_until_step = self._awaited_step
+        return state.hold_until_step > self._known_step
 
     def _follow_tail(self, state: RequestState, tokens: int) -> None:
         """Holds what a resume at the request's end needs, should it end now, of that which no other boundary needs.
@@ -378,7 +385,7 @@ class ConnectorScheduler:
     def _take_states(self, request_id: str, offers: Sequence[tuple[int, int, int]]) -> None:
         """Recurrent states that the engine hands over: exact block, exact boundary."""
         state = self._requests.get(request_id)
-        if state is None or state.no_save or state.hold_until_step > self._known_step:
+        if state is None or state.no_save or self._unsure(state):
             return
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         for group_id, block_id, boundary in offers:
@@ -448,7 +455,7 @@ class ConnectorScheduler:
     def _keep_at_end(self, state: RequestState) -> None:
         """Saves what a resume at the end of the request needs."""
         request = state.request
-        if state.hold_until_step > self._known_step or any(
+        if self._unsure(state) or any(
             loading is state for loading, _, _ in self._loading.values()
         ):
             return
