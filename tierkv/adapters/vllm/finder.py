@@ -140,8 +140,9 @@ class Finder:
 
     @property
     def ready(self) -> bool:
-        """Whether a search could find anything now."""
-        return self._spaces is not None and not self._paused and self._store.attached
+        """Whether a search could find anything now. The keyspaces that wait to be opened are before it is begun."""
+        known = self._spaces is not None or self._open_spaces is not None
+        return known and not self._paused and self._store.attached
 
     def submit(self, search: Search) -> bool:
         """Queues a search; False, and it is done without a result, when there is no place."""
