@@ -25,9 +25,8 @@ class RequestState:
     """One request, as long as the engine knows it."""
 
     __slots__ = (
-        "_hashed", "_last_hash", "hashes", "hold_until_step", "never_save", "next_block", "next_tokens", "no_load",
-        "no_save", "request", "search", "stored", "tails",
-        "taken_in",
+        "_hashed", "_last_hash", "_prompt", "_rooms", "asked", "hashes", "hold_until_step", "never_save",
+        "next_block", "next_tokens", "no_load", "no_save", "request", "search", "stored", "tails", "taken_in",
     )  # fmt: skip
 
     def __init__(self, request: Any, groups: int) -> None:
@@ -50,6 +49,9 @@ class RequestState:
         """For each group: block index -> (hash, held block) of what a resume at the request's end may need."""
         self._hashed = 0
         self._last_hash = b""
+        self._rooms: dict[int, HashArray] = {}
+        """Hashes a block of a group -> an array with room for more of them."""
+        self._prompt: tuple[int, list[int]] = (-1, [])
         self.forget_saves()
 
     def forget_saves(self) -> None:
@@ -59,7 +61,9 @@ class RequestState:
         self.next_tokens = 0
         """Nothing is to be considered before the request has this many tokens."""
         self.stored: list[BoolArray] = []
-        """For each group (n,): what the store had when it was last asked."""
+        """For each group (n,): what the store had when it was last asked; empty if that is nothing."""
+        self.asked: Search | None = None
+        """The search that said so."""
 
     def restarted(self) -> None:
         """The engine begins with the request (again): nothing of it is computed yet."""
@@ -81,17 +85,43 @@ class RequestState:
             return
         if not same:
             self._hashed = 0  # another continuation than the one that was hashed
-            self.hashes = [_NONE] * len(groups)
+            self.hashes, self._rooms = [_NONE] * len(groups), {}
             self.forget_saves()
+        names: dict[int, HashArray] = {}
         for position, group in enumerate(groups):
             per_block = group.block_tokens // hash_block_tokens
-            have = len(self.hashes[position])
-            new = [bytes(known[index]) for index in range((have + 1) * per_block - 1, count, per_block)]
-            if new:
-                packed = pack_hashes(new)
-                self.hashes[position] = np.concatenate((self.hashes[position], packed)) if have else packed
+            if per_block not in names:  # groups with equal blocks share the array
+                names[per_block] = self._grown(position, known, per_block)
+            self.hashes[position] = names[per_block]
         self._hashed = count
         self._last_hash = bytes(known[count - 1]) if count else b""
+
+    def _grown(self, position: int, known: Sequence[bytes], per_block: int) -> HashArray:
+        """A group's hashes with what is new of the engine's."""
+        hashes = self.hashes[position]
+        have, count = len(hashes), len(known) // per_block
+        if have == count:
+            return hashes
+        room = self._rooms.get(per_block)
+        if room is None or len(room) < count:  # others go on reading from the old one
+            room = np.empty((max(64, 2 * have, count), HASH_BYTES), np.uint8)
+            room[:have] = hashes
+            self._rooms[per_block] = room
+        new = known[(have + 1) * per_block - 1 :: per_block]
+        joined = b"".join(new)
+        if len(new[0]) == HASH_BYTES and len(joined) == len(new) * HASH_BYTES:
+            room[have:count] = np.frombuffer(joined, np.uint8).reshape(-1, HASH_BYTES)
+        else:
+            room[have:count] = pack_hashes(new)
+        return room[:count]
+
+    def prompt_boundaries(self, step_tokens: int, margin_tokens: int) -> list[int]:
+        """Where the request's prompt can be resumed: by one that goes on, and by one that repeats it."""
+        tokens = self.request.num_prompt_tokens
+        if self._prompt[0] != tokens:
+            ends = {max(0, end - margin_tokens) // step_tokens * step_tokens for end in (tokens, tokens - 1)}
+            self._prompt = (tokens, sorted(ends))
+        return self._prompt[1]
 
     def set_next_tokens(self, groups: Sequence[Group]) -> None:
         """After blocks were considered: when there will be more."""

@@ -32,6 +32,9 @@ class Kind(Enum):
     """Mamba, GDN, KDA, short convolution: one state a block, right at the block's end only."""
 
 
+_FULL, _SLIDING, _CHUNKED = Kind.FULL, Kind.SLIDING, Kind.CHUNKED  # an Enum's attribute is slow to get
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One KV-cache group, as far as decisions about blocks go."""
@@ -59,15 +62,21 @@ class Group:
 
     def first_needed(self, boundary_tokens: int) -> int:
         """The first block that a resume at the boundary needs; it needs all from there up to blocks_at()."""
-        return int(self._first_needed(np.array([boundary_tokens], np.int64))[0])
+        if self.kind is _FULL:
+            return 0
+        if self.kind is _SLIDING:
+            return max(0, boundary_tokens - self.reach_tokens) // self.block_tokens
+        if self.kind is _CHUNKED:
+            return boundary_tokens // self.reach_tokens * self.reach_tokens // self.block_tokens
+        return max(0, boundary_tokens // self.block_tokens - 1)
 
     def _first_needed(self, boundaries: Int64Array) -> Int64Array:
-        """(n,) int64 tokens -> (n,) int64 block indices."""
-        if self.kind is Kind.FULL:
+        """The same for many: (n,) int64 tokens -> (n,) int64 block indices."""
+        if self.kind is _FULL:
             return np.zeros(len(boundaries), np.int64)
-        if self.kind is Kind.SLIDING:
+        if self.kind is _SLIDING:
             return np.maximum(0, boundaries - self.reach_tokens) // self.block_tokens
-        if self.kind is Kind.CHUNKED:
+        if self.kind is _CHUNKED:
             return boundaries // self.reach_tokens * self.reach_tokens // self.block_tokens
         return np.maximum(0, boundaries // self.block_tokens - 1)
 
@@ -88,20 +97,20 @@ class Group:
         boundaries: tokens at which resumes are expected besides the periodic ones. Holds by construction: all blocks
         that serves() asks for at a kept boundary, the margin included, are kept.
         """
-        if self.kind is Kind.FULL or self.store == "all":
+        if self.kind is _FULL or self.store == "all":
             return np.ones(last - first, np.bool_)
         kept = np.zeros(last - first, np.bool_)
-        periodic = np.zeros(0, np.int64)
+        wanted = list(boundaries)
         if self.store == "periodic" and self.period_tokens:
             # A block may serve the boundaries from its own start (as margin) up to those that see it last.
             start = max(1, first * self.block_tokens // self.period_tokens)
             beyond = last * self.block_tokens + self.reach_tokens
             stop = -(-beyond // self.period_tokens) + 1
-            periodic = np.arange(start, stop + 1, dtype=np.int64) * self.period_tokens
-        for boundary in [*periodic.tolist(), *boundaries]:
-            begin = self.first_needed(boundary)
-            end = self.blocks_at(boundary) + self.margin_blocks
-            kept[max(0, begin - first) : max(0, end - first)] = True
+            wanted += range(start * self.period_tokens, (stop + 1) * self.period_tokens, self.period_tokens)
+        for boundary in wanted:
+            end = boundary // self.block_tokens + self.margin_blocks - first
+            if end > 0:
+                kept[max(0, self.first_needed(boundary) - first) : end] = True
         return kept
 
 
@@ -110,11 +119,15 @@ def step_tokens(groups: Sequence[Group]) -> int:
     return lcm(*(group.block_tokens for group in groups))
 
 
+def margin_tokens(groups: Sequence[Group]) -> int:
+    """How far behind a boundary blocks must match."""
+    return max(group.margin_blocks * group.block_tokens for group in groups)
+
+
 def last_boundary(groups: Sequence[Group], tokens: int) -> int:
     """The last boundary at which a request of which `tokens` tokens are stored can be resumed."""
     step = step_tokens(groups)
-    margin = max(group.margin_blocks * group.block_tokens for group in groups)
-    return max(0, tokens - margin) // step * step
+    return max(0, tokens - margin_tokens(groups)) // step * step
 
 
 def longest_hit(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from tierkv.adapters.vllm.announce import Announcer
 from tierkv.adapters.vllm.books import RequestState, SaveBook
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.finder import Finder, Search
-from tierkv.adapters.vllm.groups import Group, Kind, last_boundary, longest_hit, step_tokens, to_load
+from tierkv.adapters.vllm.groups import Group, Kind, longest_hit, margin_tokens, step_tokens, to_load
 from tierkv.adapters.vllm.messages import GroupBlocks, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from tierkv.types import HASH_BYTES, HashArray, TierKind
 
@@ -63,13 +63,23 @@ class ConnectorScheduler:
         self._finder = finder
         self._counters = counters
         self._step_tokens = step_tokens(options.groups)
-        self._margin_tokens = max(group.margin_blocks * group.block_tokens for group in options.groups)
-        self._sparse = [
+        self._margin_tokens = margin_tokens(options.groups)
+        kinds = [group.kind for group in options.groups]
+        self._windows_and_full = [
             (position, group)
             for position, group in enumerate(options.groups)
-            if group.store != "all" and group.kind in (Kind.SLIDING, Kind.CHUNKED)
+            if kinds[position] is not Kind.RECURRENT
+        ]
+        self._full = {position for position, kind in enumerate(kinds) if kind is Kind.FULL}
+        self._sparse = [
+            (position, group)
+            for position, group in self._windows_and_full
+            if group.store != "all" and position not in self._full
         ]
         """The groups of which not every block is kept."""
+        policies = [replace(group, index=0) for group in options.groups]
+        self._alike = [policies.index(policy) for policy in policies]
+        """For each group: the first one with the same policy."""
         self._positions = {group.index: position for position, group in enumerate(options.groups)}
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[int, tuple[RequestState, Search, int]] = {}
@@ -142,8 +152,9 @@ class ConnectorScheduler:
             self._end_search(state)
             state.no_load = True
             return 0, False
-        if search.stored and state.stored is not search.stored:
-            state.stored = search.stored
+        if search.stored and state.asked is not search:
+            state.asked = search
+            state.stored = search.stored if any(known.any() for known in search.stored) else []
             self._counters.observe("lookup_s", search.took_s)
             if self._announcer is not None:
                 self._announcer.seen(search.hashes, search.stored)
@@ -279,7 +290,8 @@ class ConnectorScheduler:
             return
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         tokens = min(tokens_after, state.request.num_tokens)
-        self._keep(state, tokens, self._prompt_boundary(state), tokens > state.request.num_prompt_tokens)
+        boundaries = state.prompt_boundaries(self._step_tokens, self._margin_tokens)
+        self._keep(state, tokens, boundaries, tokens > state.request.num_prompt_tokens)
         if self._sparse and tokens >= state.request.num_prompt_tokens:
             self._follow_tail(state, tokens)
         state.set_next_tokens(self._groups)
@@ -302,15 +314,17 @@ class ConnectorScheduler:
         the blocks that may leave a window before the next boundary is reached (or, with drafts, the one after it) are
         held; what is still in the window is the engine's until the end.
         """
-        boundary = last_boundary(self._groups, tokens)
+        boundary = self._last_boundary(tokens)
+        beyond = boundary + 2 * self._step_tokens + self._margin_tokens
         table = None
+        found: dict[tuple[int, int], list[int]] = {}
         for position, group in self._sparse:
-            begin = group.first_needed(boundary)
-            end = min(
-                tokens // group.block_tokens, len(state.hashes[position]),
-                group.first_needed(boundary + 2 * self._step_tokens + self._margin_tokens) + 1,
-            )  # fmt: skip
-            wanted = self._unsaved(state, position, begin, end)
+            ask = (self._alike[position], state.next_block[position])
+            if ask not in found or state.stored:
+                complete = min(tokens // group.block_tokens, len(state.hashes[position]))
+                begin, end = group.first_needed(boundary), min(complete, group.first_needed(beyond) + 1)
+                found[ask] = self._unsaved(state, position, begin, end)
+            wanted = found[ask]
             if not wanted and not state.tails[position]:
                 continue
             if table is None:
@@ -322,9 +336,8 @@ class ConnectorScheduler:
         if begin >= end:
             return []
         group = self._groups[position]
-        kept = group.keeps(
-            begin, min(end, max(begin, state.next_block[position])), self._prompt_boundary(state)
-        )
+        boundaries = state.prompt_boundaries(self._step_tokens, self._margin_tokens)
+        kept = group.keeps(begin, min(end, max(begin, state.next_block[position])), boundaries)
         unsaved = np.ones(end - begin, np.bool_)
         unsaved[: len(kept)] = ~kept
         if state.stored:
@@ -332,47 +345,49 @@ class ConnectorScheduler:
             unsaved[: len(known)] &= ~known
         return [begin + int(index) for index in np.flatnonzero(unsaved)]
 
-    def _prompt_boundary(self, state: RequestState) -> list[int]:
-        """Where the request's prompt can be resumed: by one that goes on, and by one that repeats it."""
-        tokens = state.request.num_prompt_tokens
-        return sorted({last_boundary(self._groups, tokens), last_boundary(self._groups, tokens - 1)})
+    def _last_boundary(self, tokens: int) -> int:
+        """groups.last_boundary()"""
+        return max(0, tokens - self._margin_tokens) // self._step_tokens * self._step_tokens
 
     def _keep(self, state: RequestState, tokens: int, boundaries: Sequence[int], hold_back: bool) -> None:
         """Queues what of the request's blocks up to `tokens` is complete, is kept, and is not stored yet."""
-        for position, group in enumerate(self._groups):
-            if group.kind is Kind.RECURRENT:
-                continue
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for position, group in self._windows_and_full:
             first = state.next_block[position]
             last = min(tokens // group.block_tokens, len(state.hashes[position]))
             if hold_back:  # a draft layer's last entry still changes with the token that is accepted next
                 last -= group.margin_blocks
             if last <= first:
                 continue
-            state.next_block[position] = last
-            wanted = group.keeps(first, last, boundaries)
-            self._queue(state, position, (np.flatnonzero(wanted) + first).tolist())
+            ask = (self._alike[position], first, last)
+            if ask not in found:
+                wanted = group.keeps(first, last, boundaries)
+                found[ask] = (np.flatnonzero(wanted) + first).tolist()
+            left = self._queue(state, position, found[ask])
+            # What there is no room for has another chance in the next step, where it stays with the request for long.
+            full = position in self._full
+            state.next_block[position] = left[0] if left and full else last
+            if left and not full:
+                self._counters.count("dropped_blocks", len(left))
 
-    def _queue(self, state: RequestState, position: int, indices: list[int]) -> None:
-        """Holds those of a group's blocks that exist and are not stored yet, for the next step's saves."""
+    def _queue(self, state: RequestState, position: int, indices: list[int]) -> list[int]:
+        """Holds those of a group's blocks that exist and are not stored yet, for the next step's saves.
+
+        Returns those that there is no room for.
+        """
         if state.stored:
             known = state.stored[position]
             indices = [index for index in indices if index >= len(known) or not known[index]]
         if not indices:
-            return
+            return []
         table = self._manager.get_blocks(state.request.request_id).blocks[self._groups[position].index]
-        self._hold(
-            position,
-            state,
-            [index for index in indices if index < len(table) and not table[index].is_null],
-            table,
-        )
+        there = [index for index in indices if index < len(table) and not table[index].is_null]
+        return self._hold(position, state, there, table)
 
-    def _hold(self, position: int, state: RequestState, indices: list[int], blocks: Any) -> None:
-        """blocks: index -> the engine's block."""
+    def _hold(self, position: int, state: RequestState, indices: list[int], blocks: Any) -> list[int]:
+        """blocks: index -> the engine's block. Returns the indices that there is no room for, the last ones."""
         room = self._book.room()
-        if len(indices) > room:
-            self._counters.count("dropped_blocks", len(indices) - room)
-            indices = indices[:room]
+        indices, left = indices[:room], indices[room:]
         if indices:
             held = [blocks[index] for index in indices]
             self._book.hold(held)
@@ -381,6 +396,7 @@ class ConnectorScheduler:
                 self._told += self._announcer.describe(
                     state.request, position, state.hashes[position], indices
                 )
+        return left
 
     def _take_states(self, request_id: str, offers: Sequence[tuple[int, int, int]]) -> None:
         """Recurrent states that the engine hands over: exact block, exact boundary."""
@@ -398,7 +414,8 @@ class ConnectorScheduler:
                 continue  # within a block: nobody can name it by a whole block's hash
             if state.stored and index < len(state.stored[position]) and state.stored[position][index]:
                 continue
-            self._hold(position, state, [index], {index: self._manager.block_pool.blocks[block_id]})
+            left = self._hold(position, state, [index], {index: self._manager.block_pool.blocks[block_id]})
+            self._counters.count("dropped_blocks", len(left))
 
     def _save_orders(self) -> list[SaveOrder]:
         """One job of all that is queued, group by group."""
@@ -455,18 +472,20 @@ class ConnectorScheduler:
     def _keep_at_end(self, state: RequestState) -> None:
         """Saves what a resume at the end of the request needs."""
         request = state.request
-        if self._unsure(state) or any(
-            loading is state for loading, _, _ in self._loading.values()
-        ):
+        if self._unsure(state) or any(loading is state for loading, _, _ in self._loading.values()):
             return
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         tokens = min(computed, request.num_tokens)
         if tokens <= 0:
             return
-        boundary = last_boundary(self._groups, tokens)
+        boundary = self._last_boundary(tokens)
         passed = list(state.next_block)
         self._keep(state, tokens, [boundary], hold_back=False)
+        for position, group in enumerate(self._groups):
+            if group.kind is Kind.FULL:
+                complete = min(tokens // group.block_tokens, len(state.hashes[position]))
+                self._counters.count("dropped_blocks", max(0, complete - state.next_block[position]))
         for position, group in self._sparse:
             # Blocks that no boundary needed when they went by: this one does. Some have left the window since.
             end = min(passed[position], group.blocks_at(boundary) + group.margin_blocks)
@@ -479,7 +498,8 @@ class ConnectorScheduler:
             blocks.update(
                 (index, table[index]) for index in wanted if index < len(table) and not table[index].is_null
             )
-            self._hold(position, state, [index for index in wanted if index in blocks], blocks)
+            left = self._hold(position, state, [index for index in wanted if index in blocks], blocks)
+            self._counters.count("dropped_blocks", len(left))
 
     def _forget(self, request_id: str) -> None:
         state = self._requests.pop(request_id, None)
