@@ -67,6 +67,16 @@ def test_look_ups_are_measured(tmp_path: Path) -> None:
         assert result["bytes_per_entry"] > 0
 
 
+def test_the_connectors_time_is_measured(tmp_path: Path) -> None:
+    found = bench("connector", tmp_path)
+    check_shape(found)
+    names = [result["name"] for result in found["results"]]
+    assert len(set(names)) == len(names)
+    assert {result["unit"] for result in found["results"]} == {"us"}
+    for result in found["results"]:
+        assert (result["limit"] is not None) == result["name"].startswith("idle step")
+
+
 def test_block_sizes_can_be_chosen(tmp_path: Path) -> None:
     found = bench("dram", tmp_path, "--block-bytes", "4096", "--block-bytes", "12KiB")
     assert {result["block_bytes"] for result in found["results"]} == {4096, 12288}

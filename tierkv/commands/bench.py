@@ -20,6 +20,7 @@ _TARGETS = {
     "match": "look-ups of long prefixes among a million blocks",
     "agent": "loads and look-ups through an agent, beside the same in process",
     "store": "loads of a prefix from DRAM, NVMe and both",
+    "connector": "what the vLLM connector takes of the engine's thread",
 }
 _NEED_DIRECTORY = ("nvme", "dfs", "store")
 
