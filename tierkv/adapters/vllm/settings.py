@@ -73,8 +73,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """A load that takes longer has failed; its blocks are computed."""
     save_timeout_s: Seconds = 30.0
     """A save that takes longer is dropped."""
-    max_held_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.25
-    """The share of the engine's blocks that saves may hold until they are read; more are dropped."""
+    max_held_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    """The share of the engine's blocks that saves may hold until they are read; more wait, and are dropped when their
+    request ends."""
     copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Threads that copy blocks between the engine and the agent's memory, in each worker."""
     staging_bytes: int | str = "256MiB"
