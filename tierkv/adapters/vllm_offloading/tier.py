@@ -27,11 +27,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tierkv.adapters.vllm.attach import attach
+from tierkv.adapters.vllm.facts import check_version
 from tierkv.adapters.vllm_offloading.core import Finished, Rows, TierCore
-from tierkv.adapters.vllm_offloading.engine import check_version, facts_of, hashing
+from tierkv.adapters.vllm_offloading.engine import facts_of, hashing
 from tierkv.adapters.vllm_offloading.keyspaces import keyspaces_of, with_hashing
 from tierkv.adapters.vllm_offloading.lookups import Answer
-from tierkv.adapters.vllm_offloading.options import TierOptions, read_options
+from tierkv.adapters.vllm_offloading.options import WHERE, TierOptions, read_options
 from tierkv.agent.client import AgentStore
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.errors import TierKVError
@@ -62,7 +63,7 @@ class TierKVTier(SecondaryTierManager):
         StorageError when they cannot work."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         options = read_options(given)
-        check_version(options.allow_untested_vllm)
+        check_version(options.allow_untested_vllm, WHERE)
         self.locality = None if options.locality is None else Locality(options.locality)
         rows = _rows(primary_kv_view)
         specs = keyspaces_of(facts_of(offloading_spec, rows.row_bytes, options))
