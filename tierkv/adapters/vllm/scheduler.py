@@ -11,6 +11,7 @@ Knows the engine's objects only by the attributes that it reads.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from tierkv.adapters.vllm.finder import Finder, Search
 from tierkv.adapters.vllm.groups import Group, Kind, longest_hit, margin_tokens, step_tokens, to_load
 from tierkv.adapters.vllm.messages import GroupBlocks, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from tierkv.types import HASH_BYTES, HashArray, TierKind
+
+log = logging.getLogger("tierkv.vllm")
 
 _PATIENCE_S = 1.0
 """How long pending saves may keep the engine from preempting: after that it need not wait for them."""
@@ -256,14 +259,17 @@ class ConnectorScheduler:
         self._waited_s = 0.0
         orders = StepOrders(self._step, greeted=self.serving)
         orders.loads, self._loads = self._loads, []
-        for request_id in output.preempted_req_ids or ():
-            if request_id in self._requests:
-                self._book.drop_tails(self._requests[request_id])
         if output.has_sync_kv_loads:
             self._awaited_step = self._step
-        if self._saving:
-            self._collect(output)
-            orders.saves = self._save_orders()
+        try:
+            for request_id in output.preempted_req_ids or ():
+                if request_id in self._requests:
+                    self._book.drop_tails(self._requests[request_id])
+            if self._saving:
+                self._collect(output)
+                orders.saves = self._save_orders()
+        except Exception:  # the engine waits for the loads that are ordered here
+            log.exception("what this step completes is not saved")
         orders.answer = self._awaited_step > self._known_step
         return orders
 
