@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,50 @@ _TINY_PROMPT = [3, 4, 5]
 """Shorter than any block, so it leaves nothing in a cache."""
 
 
+class LoadGate:
+    """Stands before the client's loads: while it is shut none begins, so that all else can happen in the meantime."""
+
+    def __init__(self) -> None:
+        from tierkv.agent.client import AgentStore
+
+        self._load = AgentStore.load
+        self._shut = False
+        self._held: list[Callable[[], None]] = []
+        AgentStore.load = lambda *arguments, **options: self._take(arguments, options)
+
+    def _take(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        from tierkv.jobs import Job
+
+        if not self._shut:
+            return self._load(*arguments, **options)
+        held = Job(len(arguments[2]))
+
+        def begin() -> None:
+            begun = self._load(*arguments, **options)
+            begun.add_done_callback(lambda job: held.settle(slice(None), job.status))
+
+        self._held.append(begin)
+        return held
+
+    def shut(self) -> None:
+        """From now on loads wait."""
+        self._shut = True
+
+    def open(self) -> int:
+        """Begins what waited; how many loads that were."""
+        self._shut = False
+        held, self._held = self._held, []
+        for begin in held:
+            begin()
+        return len(held)
+
+
 class EngineServer:
     """The commands; each is a method whose arguments and result are JSON."""
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._gate: LoadGate | None = None
         self._finished: dict[str, Any] = {}
         self._patched: set[str] = set()
 
@@ -157,6 +197,15 @@ class EngineServer:
             assert time.monotonic() < deadline_s, f"blocks are still held after {timeout_s} s"
             time.sleep(0.02)
 
+    def hold_loads(self) -> None:
+        """Lets no load begin until release_loads()."""
+        self._gate = self._gate or LoadGate()
+        self._gate.shut()
+
+    def release_loads(self) -> int:
+        """Begins the loads that were held; how many."""
+        return self._gate.open() if self._gate is not None else 0
+
     def metrics(self, prefix: str) -> dict[str, float]:
         """The engine's counters and gauges, summed over their labels."""
         found: dict[str, float] = {}
@@ -168,6 +217,7 @@ class EngineServer:
 
     def close(self) -> list[str]:
         """Ends the engine; which of tierkv's threads are left."""
+        self.release_loads()
         if self._engine is not None:
             self._engine.llm_engine.engine_core.shutdown()
             self._engine = None

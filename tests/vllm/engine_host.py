@@ -177,6 +177,14 @@ class EngineHost:
         """Waits until all saves have read their blocks, and empties the engine's prefix cache."""
         self.call("settle", timeout_s + CALL_TIMEOUT_S, timeout_s=timeout_s)
 
+    def hold_loads(self) -> None:
+        """Lets no load of the connector begin until release_loads()."""
+        self.call("hold_loads")
+
+    def release_loads(self) -> int:
+        """Begins the loads that were held; how many."""
+        return int(self.call("release_loads"))
+
     def metrics(self, prefix: str = "vllm:") -> dict[str, float]:
         """The engine's figures, summed over labels."""
         figures: dict[str, float] = self.call("metrics", prefix=prefix)
