@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -50,6 +51,12 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         raise ConfigError(
             "KV-cache groups in host memory (HiSparse) are not supported by the tierkv connector"
         )
+
+
+def register(name: str, module: str) -> None:
+    """Makes the connector known by its name alone: so vLLM's MultiConnector looks for the class of what it counted."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> tuple[Group, ...]:

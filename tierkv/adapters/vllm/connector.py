@@ -421,3 +421,6 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._finder.stop()
         self._store.close()
+
+
+compat.register(TierKVConnector.__name__, "tierkv.adapters.vllm")
