@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.finder import Finder, Search, Spaces
-from tierkv.adapters.vllm.groups import Group, Kind
+from tierkv.adapters.vllm.groups import Group, Kind, fails_by_block
 from tierkv.adapters.vllm.identity import EngineFacts, Shard, keyspace_of, shard_of
 from tierkv.adapters.vllm.scheduler import ConnectorScheduler, SchedulerOptions
 from tierkv.adapters.vllm.worker import ConnectorWorker, HostPath
@@ -268,7 +269,7 @@ class Rig:
         self.workers.append(
             ConnectorWorker(
                 self.store, paths, shards, [0 if cache is None else cache.block_bytes for cache in rank.caches],
-                self.counters, load_timeout_s=60, save_timeout_s=60, report_blocks=len(self.shape.groups) == 1,
+                self.counters, load_timeout_s=60, save_timeout_s=60, report_blocks=fails_by_block(self.engine.groups),
                 greeting={(stage, tensor): b"[]"},
             )
         )  # fmt: skip
@@ -294,6 +295,8 @@ class Rig:
                 engine.drain()
             else:
                 engine.step()
+            if not isinstance(self.store, HeldStore):
+                threading.Event().wait(0.002)  # others do the work meanwhile
         else:
             raise AssertionError(
                 f"requests do not end: {[(r.request_id, r.status) for r in engine.requests.values()]}"

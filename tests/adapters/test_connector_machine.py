@@ -36,7 +36,7 @@ SYNC = {
     "sync": FakeShape(groups=(full(),)),
     "sync, pipelined": FakeShape(groups=(full(),), pipelined=True, num_blocks=40),
     "sync, fail": FakeShape(groups=(full(),), recompute=False),
-    "sync, window, ranks": FakeShape(groups=(window(),), tensor_ranks=2, pipelined=True),
+    "sync, ranks": FakeShape(groups=(full(layers=(1, 1)),), tensor_ranks=2, pipelined=True),
 }
 PROMPT = [3, 1, 4, 1, 5, 0, 2, 6, 5, 3, 5] * 6
 
@@ -102,6 +102,18 @@ class ConnectorMachine(RuleBasedStateMachine):
         for _ in range(25):
             self.store.advance()
             self.engine.step()
+
+    @rule(
+        shared=st.integers(12, 60), gap=st.integers(0, 2), fail=st.integers(0, 6), late=st.booleans(),
+        moves=st.integers(0, 3),
+    )  # fmt: skip
+    def come_one_after_another(self, shared: int, gap: int, fail: int, late: bool, moves: int) -> None:
+        """What the engine has forgotten and the store may have, while loads of it may fail."""
+        self.forget_locally()
+        self.store.fail_loads = fail
+        for branch in (0, 1, 2):
+            self.arrive(shared, [branch] * 7, 4, branch, 0, 1, {})
+            self.go_on(gap, late, moves)
 
     @rule(which=which)
     def abort(self, which: int) -> None:
@@ -205,7 +217,7 @@ def test_any_order_of_events(name: str) -> None:
         shape = SHAPES.get(name) or SYNC[name]
         load_async = name in SHAPES
 
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Machine,
         settings=settings(
             max_examples=int(os.environ.get("TIERKV_EXAMPLES", "20")),

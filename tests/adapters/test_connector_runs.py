@@ -84,3 +84,15 @@ def test_nothing_is_saved_that_may_stand_on_a_load_whose_outcome_is_not_known() 
         rig.engine.add(FakeRequest("c", prompt(40) + [2] * 20, 2))
         rig.engine.step()
         rig.settled()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_load_of_a_window_fails_as_a_whole(failures: int) -> None:
+    """The engine would go on from before the block that failed, without the window that this needs."""
+    with held_rig(FakeShape(groups=(window(),))) as (rig, store, _):
+        run(rig, [FakeRequest("a", prompt(40), 2)])
+        assert rig.engine.reset()
+        store.fail_loads = failures
+        again = FakeRequest("b", prompt(40), 2)
+        run(rig, [again])
+        assert again.served_tokens == 0

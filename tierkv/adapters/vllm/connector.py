@@ -31,7 +31,7 @@ from tierkv.adapters.vllm.attach import attach, process_name
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.events import EventLog
 from tierkv.adapters.vllm.finder import Finder, Spaces
-from tierkv.adapters.vllm.groups import Kind
+from tierkv.adapters.vllm.groups import fails_by_block
 from tierkv.adapters.vllm.identity import Shard, keyspace_of, shard_of
 from tierkv.adapters.vllm.layout import describe_group
 from tierkv.adapters.vllm.messages import StepOrders, WorkerReport
@@ -129,7 +129,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, vllm_config: Any, kv_cache_config: Any) -> None:
         settings = self._settings
-        several = len(self._groups) > 1 or any(group.kind is Kind.RECURRENT for group in self._groups)
+        by_block = fails_by_block(self._groups) and len(kv_cache_config.kv_cache_groups) == 1
         options = SchedulerOptions(
             groups=self._groups,
             hash_block_tokens=compat.hash_block_tokens(vllm_config, kv_cache_config),
@@ -137,7 +137,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             max_held_blocks=max(1, int(kv_cache_config.num_blocks * settings.max_held_share)),
             load=self._load,
             save=self._save,
-            load_async=settings.load_async or several,
+            load_async=settings.load_async or not by_block,
             lookup_wait_s=settings.lookup_wait_s,
             lookup_timeout_s=settings.lookup_timeout_s,
         )
@@ -185,7 +185,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(
             self._store, paths, shards, sizes, self._counters,
             load_timeout_s=self._settings.load_timeout_s, save_timeout_s=self._settings.save_timeout_s,
-            report_blocks=len(config.kv_cache_groups) == 1, greeting=self._greetings,
+            report_blocks=fails_by_block(self._groups) and len(config.kv_cache_groups) == 1, greeting=self._greetings,
         )  # fmt: skip
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -119,6 +119,14 @@ def step_tokens(groups: Sequence[Group]) -> int:
     return lcm(*(group.block_tokens for group in groups))
 
 
+def fails_by_block(groups: Sequence[Group]) -> bool:
+    """Whether a load of these groups may fail block by block, so that the engine goes on from before the first failure.
+
+    Only where all blocks before are there: of windows and states, those that the load was for are all that it brought.
+    """
+    return len(groups) == 1 and groups[0].kind is _FULL
+
+
 def margin_tokens(groups: Sequence[Group]) -> int:
     """How far behind a boundary blocks must match."""
     return max(group.margin_blocks * group.block_tokens for group in groups)

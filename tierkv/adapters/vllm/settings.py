@@ -52,8 +52,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     load: bool | None = None
     """Whether this engine loads blocks. None: if its kv_role is kv_consumer or kv_both."""
     load_async: bool = True
-    """Load while other requests run. Off, a request's load holds up the engine's step; models with several groups load
-    asynchronously in any case."""
+    """Load while other requests run. Off, a request's load holds up the engine's step; models with anything but full
+    attention load asynchronously in any case."""
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Hits that save fewer tokens than this are computed instead."""
     sliding_window: StorePolicy = "periodic"

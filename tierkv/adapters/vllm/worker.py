@@ -113,8 +113,7 @@ class ConnectorWorker:
         report_blocks: bool,
         greeting: Mapping[tuple[int, int], bytes],
     ) -> None:
-        """report_blocks: whether failed loads are reported block by block; engines with several groups cannot take
-        that."""
+        """report_blocks: whether failed loads are reported block by block (see groups.fails_by_block()), or whole."""
         self._store = store
         self._paths = paths
         self._shards = shards
