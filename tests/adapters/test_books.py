@@ -1,0 +1,134 @@
+"""What is kept of requests: hashes as the engine gives them, and the references that saves hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.adapters.vllm.books import RequestState, SaveBook
+from tierkv.adapters.vllm.groups import Group, Kind, last_boundary, margin_tokens, step_tokens
+from tierkv.keys import pack_hashes
+from tierkv.testing.fake_cache import FakePool
+
+GROUPS = (
+    Group(0, Kind.FULL, 8),
+    Group(1, Kind.SLIDING, 4, 9),
+    Group(2, Kind.FULL, 8),
+    Group(3, Kind.FULL, 16),
+)
+
+
+def a_request(**values: Any) -> Any:
+    return SimpleNamespace(block_hashes=[], num_prompt_tokens=0, kv_transfer_params=None, **values)
+
+
+@given(
+    changes=st.lists(
+        st.one_of(
+            st.tuples(st.just("grow"), st.integers(0, 90)),
+            st.tuples(st.just("another"), st.integers(0, 90)),
+            st.tuples(st.just("cut"), st.integers(0, 90)),
+        ),
+        max_size=8,
+    ),
+    length=st.sampled_from([32, 16]),
+)
+def test_hashes_are_those_of_the_engine(changes: list[tuple[str, int]], length: int) -> None:
+    request = a_request()
+    state = RequestState(request, len(GROUPS))
+    seen: list[Any] = []
+    for number, (what, count) in enumerate(changes):
+        known = request.block_hashes
+        if what == "another":
+            known = []
+        elif what == "cut":
+            known = known[: count % (len(known) + 1)]
+        start = len(known)
+        salt = number if what != "cut" else 255
+        fresh = [bytes([salt, *divmod(start + place, 256)]) * length for place in range(count)]
+        request.block_hashes = known + [name[:length] for name in fresh]
+        state.next_tokens = 5
+        state.update_hashes(GROUPS, 4)
+        for position, group in enumerate(GROUPS):
+            per_block = group.block_tokens // 4
+            expected = pack_hashes(request.block_hashes[per_block - 1 :: per_block])
+            assert (state.hashes[position] == expected).all()
+            assert len(state.hashes[position]) == len(expected)
+        seen.append((list(state.hashes), [hashes.copy() for hashes in state.hashes]))
+    for views, copies in seen:
+        assert all((view == copy).all() for view, copy in zip(views, copies, strict=True)), (
+            "a search reads on"
+        )
+
+
+def test_another_continuation_of_the_same_length_is_saved_anew() -> None:
+    request = a_request()
+    request.block_hashes = [bytes([1]) * 32, bytes([2]) * 32]
+    state = RequestState(request, len(GROUPS))
+    state.update_hashes(GROUPS, 4)
+    state.next_block, state.next_tokens = [1, 2, 1, 0], 12
+    request.block_hashes = [bytes([1]) * 32, bytes([3]) * 32]
+    state.update_hashes(GROUPS, 4)
+    assert state.next_block == [0, 0, 0, 0]
+    assert state.next_tokens == 0
+    assert state.hashes[0][0].tobytes() == bytes([3]) * 32
+
+
+@given(tokens=st.integers(1, 400), margin=st.integers(0, 1))
+def test_the_prompts_boundaries(tokens: int, margin: int) -> None:
+    groups = (Group(0, Kind.FULL, 8, 0, margin), Group(1, Kind.SLIDING, 4, 9))
+    request = a_request()
+    request.num_prompt_tokens = tokens
+    state = RequestState(request, 2)
+    for _ in range(2):
+        found = state.prompt_boundaries(step_tokens(groups), margin_tokens(groups))
+        assert found == sorted({last_boundary(groups, tokens), last_boundary(groups, tokens - 1)})
+        request.num_prompt_tokens = tokens = tokens + 3  # a session went on
+
+
+def test_blocks_come_back_when_every_rank_has_reported_the_job() -> None:
+    pool = FakePool(10)
+    book = SaveBook(3, 4)
+    book.pool = pool
+    blocks = pool.take(3)
+    book.hold(blocks)
+    assert (book.room(), book.held_blocks, book.busy) == (1, 3, False)
+    book.sent(7, blocks, ["told"])
+    pool.free_blocks(reversed(blocks))
+    assert pool.free == 6, "the request has gone, its blocks have not"
+    assert book.reported(7, 1, True) == []
+    assert book.reported(8, 9, True) == [], "nobody knows that job"
+    assert book.busy
+    assert book.reported(7, 2, True) == ["told"]
+    assert (pool.free, book.held_blocks, book.busy) == (9, 0, False)
+    assert book.reported(7, 1, True) == []
+
+
+def test_a_job_of_which_a_rank_stored_less_is_not_told_of() -> None:
+    book = SaveBook(2, 4)
+    book.pool = FakePool(4)
+    book.sent(1, [], ["told"])
+    book.reported(1, 1, False)
+    assert book.reported(1, 1, True) == []
+
+
+def test_wishes_of_a_request() -> None:
+    def state(params: Any) -> RequestState:
+        request = a_request()
+        request.kv_transfer_params = params
+        return RequestState(request, 1)
+
+    assert not state(None).no_load
+    assert not state({"other": 1}).no_save
+    assert state({"tierkv": {"load": False}}).no_load
+    kept_out = state({"tierkv": {"save": False}})
+    kept_out.restarted()
+    assert kept_out.no_save
+    assert not state({"tierkv": "nonsense"}).no_save
+    cleared = state(None)
+    cleared.no_save = True
+    cleared.restarted()
+    assert not cleared.no_save
