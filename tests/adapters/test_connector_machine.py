@@ -57,6 +57,8 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.rig, self.store, self.finder = self.context.__enter__()
         self.engine = self.rig.engine
         self.all: list[FakeRequest] = []
+        self.faults = False
+        """Whether blocks went that were promised, or loads were made to fail."""
 
     def pick(self, which: int, *status: Status) -> FakeRequest | None:
         there = [request for request in self.engine.requests.values() if request.status in status]
@@ -110,6 +112,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     def come_one_after_another(self, shared: int, gap: int, fail: int, late: bool, moves: int) -> None:
         """What the engine has forgotten and the store may have, while loads of it may fail."""
         self.forget_locally()
+        self.faults |= bool(fail)
         self.store.fail_loads = fail
         for branch in (0, 1, 2):
             self.arrive(shared, [branch] * 7, 4, branch, 0, 1, {})
@@ -152,15 +155,18 @@ class ConnectorMachine(RuleBasedStateMachine):
     @rule(keep=st.integers(0, 3), hard=st.booleans())
     def blocks_are_lost(self, keep: int, hard: bool) -> None:
         """By eviction, which spares what is leased, or by a fault, which spares nothing."""
+        self.faults |= hard
         leased = set() if hard else self.store.leased()
         self.store.lose(lambda key: key in leased or key[1][0] % 4 < keep)
 
     @rule(count=st.integers(1, 9))
     def loads_fail(self, count: int) -> None:
+        self.faults = True
         self.store.fail_loads = count
 
     @rule()
     def agent_dies(self) -> None:
+        self.faults = True
         self.store.attached = False
         self.store.blocks.clear()
         self.store.leases.clear()
@@ -178,6 +184,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.booleans())
     def clear(self, blocks: bool) -> None:
+        self.faults = True  # what is being loaded goes too
         self.engine.reset()
         self.rig.scheduler.begin_clear()
         self.store.blocks.clear()
@@ -206,6 +213,9 @@ class ConnectorMachine(RuleBasedStateMachine):
             space = self.store.spaces[digest]
             for part, content in parts.items():
                 assert content == self.rig.right_bytes(space, name, part)
+        if not self.faults:
+            failed = self.rig.counters.take().get("counters", {}).get("failed_load_blocks", {})
+            assert not sum(failed.values()), "what was promised has come"
         allowed = (Status.FINISHED, Status.ABORTED, *(() if self.shape.recompute else (Status.FAILED,)))
         assert all(request.status in allowed for request in self.all)
         self.context.__exit__(None, None, None)

@@ -96,3 +96,38 @@ def test_a_load_of_a_window_fails_as_a_whole(failures: int) -> None:
         again = FakeRequest("b", prompt(40), 2)
         run(rig, [again])
         assert again.served_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["full, pipelined", "window and full", "recurrent", "tensor ranks"])
+def test_what_was_promised_comes_though_blocks_are_evicted(name: str) -> None:
+    with held_rig(SHAPES[name]) as (rig, store, finder):
+        first = FakeRequest("a", prompt(40), 2)
+        run(rig, [first])
+        assert rig.engine.reset()
+        second = FakeRequest("b", [*first.tokens, 1], 2)
+        rig.engine.add(second)
+        rig.engine.step()
+        assert second.status is Status.LOADING
+        for _ in range(3):
+            finder.release_ended()
+            leased = store.leased()
+            assert leased
+            store.lose(lambda key: key in leased)
+            rig.engine.step()
+        run(rig, [])
+        assert second.served_tokens > 0
+        finder.release_ended()
+        assert not store.leases
+
+
+def test_another_connector_may_be_chosen() -> None:
+    with held_rig(SHAPES["full"]) as (rig, store, finder):
+        run(rig, [FakeRequest("a", prompt(40), 2)])
+        assert rig.engine.reset()
+        rig.engine.choose_other = True
+        second = FakeRequest("b", prompt(40), 2)
+        run(rig, [second])
+        assert rig.engine.offered > 0
+        assert second.served_tokens == 0
+        finder.release_ended()
+        assert not store.leases
