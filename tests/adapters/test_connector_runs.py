@@ -112,7 +112,7 @@ def test_what_was_promised_comes_though_blocks_are_evicted(name: str) -> None:
             finder.release_ended()
             leased = store.leased()
             assert leased
-            store.lose(lambda key: key in leased)
+            store.lose(leased.__contains__)
             rig.engine.step()
         run(rig, [])
         assert second.served_tokens > 0
