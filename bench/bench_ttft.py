@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,8 @@ def _arguments() -> argparse.Namespace:
     add("--sessions", type=int, help="sessions a round and length (default 3)")
     add("--rounds", type=int, help="rounds (default 3)")
     add("--repeats", type=int, help="second turns of a session in a round, but for NVMe (default 3)")
-    add("--threads", type=int, default=os.cpu_count(), help="threads of the engine (default: all cores)")
+    spared = max(1, (os.cpu_count() or 2) - 1)
+    add("--threads", type=int, default=spared, help="the engine's threads (default: all cores but one)")
     add("--only", nargs="+", choices=sorted(SYSTEMS), help="measure these only, beside no cache")
     add(
         "--directory",
@@ -157,8 +159,12 @@ def main() -> int:
     )
     machine = _machine()
     began_s = time.monotonic()
+    # So that engines and services are ended before this program is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         absent = _run(bench, arguments.only or list(SYSTEMS), sizes["rounds"], say)
+    except BenchError as error:
+        sys.exit(f"bench_ttft: without a connector: {error}")
     finally:
         if arguments.keep:
             say(f"logs: {directory}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
 import time
@@ -120,6 +121,7 @@ class Commands:
 
 def main() -> None:
     """Answers commands until stdin is closed, then ends the engine."""
+    logging.basicConfig(level=logging.INFO)
     commands = Commands()
     with open(int(sys.argv[1]), "w", encoding="utf-8") as replies:
         for line in sys.stdin:
@@ -127,8 +129,9 @@ def main() -> None:
             print(f"--- {command['name']}", flush=True)
             try:
                 reply = {"result": getattr(commands, command["name"])(**command["arguments"])}
-            except Exception:
-                reply = {"error": traceback.format_exc()}
+            except Exception as error:
+                traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}"}
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
     commands.close()
