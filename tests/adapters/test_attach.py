@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tierkv.adapters.vllm import attach as module
 from tierkv.adapters.vllm.attach import attach
 from tierkv.adapters.vllm.settings import ConnectorSettings, read_settings
 from tierkv.agent.client import AgentStore
@@ -25,10 +24,23 @@ def settings(directory: Path, **more: object) -> ConnectorSettings:
     )
 
 
-def ended() -> None:
-    """All agents that were started here end by themselves, with status 0."""
-    while module._started:
-        assert module._started.pop().wait(TIMEOUT_S) == 0
+def agents(directory: Path) -> list[psutil.Process]:
+    """The agents that serve there."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if f"{directory}/agent.sock.json" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def ended(directory: Path) -> None:
+    """The agent that was started ends by itself, and takes its socket with it."""
+    (agent,) = agents(directory)
+    agent.wait(TIMEOUT_S)
+    assert not (directory / "agent.sock").exists()
 
 
 def test_of_several_one_starts_the_agent_and_all_find_it(tmp_path: Path) -> None:
@@ -44,20 +56,20 @@ def test_of_several_one_starts_the_agent_and_all_find_it(tmp_path: Path) -> None
         thread.join(TIMEOUT_S)
     try:
         assert len(found) == 4
-        assert len(module._started) == 1
+        assert len(agents(tmp_path)) == 1
         assert found[0].stats().client_count == 4
     finally:
         for store in found:
             store.close()
-    ended()
+    ended(tmp_path)
 
 
 def test_an_agent_that_runs_is_used(tmp_path: Path) -> None:
     with attach(settings(tmp_path, agent_idle_s=2), "first"):
         with attach(settings(tmp_path), "second") as second:
             assert second.stats().client_count == 2
-        assert len(module._started) == 1
-    ended()
+        assert len(agents(tmp_path)) == 1
+    ended(tmp_path)
 
 
 def test_without_an_agent_the_error_says_what_to_do(tmp_path: Path) -> None:
@@ -71,17 +83,25 @@ def test_an_agent_that_cannot_start_is_an_error_with_its_words(tmp_path: Path) -
     wanted = settings(tmp_path, nvme_directory=str(tmp_path / "file" / "below"), nvme_bytes="64MiB")
     with pytest.raises(StorageError, match="last words"):
         attach(wanted, "engine")
-    assert module._started.pop().wait(TIMEOUT_S) != 0
+    assert not agents(tmp_path)
+
+
+def test_an_engine_that_kills_all_its_descendants_does_not_kill_the_agent(tmp_path: Path) -> None:
+    with attach(settings(tmp_path, agent_idle_s=2), "engine"):
+        (agent,) = agents(tmp_path)
+        assert agent.pid not in {child.pid for child in psutil.Process().children(recursive=True)}
+        assert os.getsid(agent.pid) != os.getsid(0)
+    ended(tmp_path)
 
 
 def test_an_agent_that_was_killed_is_started_again_by_the_next_engine(tmp_path: Path) -> None:
     with attach(settings(tmp_path), "first"):
-        process = module._started.pop()
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(TIMEOUT_S)
+        (agent,) = agents(tmp_path)
+        agent.kill()
+        agent.wait(TIMEOUT_S)
     with attach(settings(tmp_path), "second") as store:
         assert store.attached
-    ended()
+    ended(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ log = logging.getLogger("tierkv.vllm")
 
 _PAUSE_S = 0.05
 _LOG_TAIL_BYTES = 2000
-_started: list[subprocess.Popen[bytes]] = []
-"""The agents that this process started; they go on without it."""
+_LEAVE_TIMEOUT_S = 30.0
+_LEAVE = "import os, sys; os.fork() and os._exit(0); os.execv(sys.argv[1], sys.argv[1:])"
+"""A process that leaves its child, the agent, to init: engines kill whatever descends from them when they end."""
 
 
 def attach(settings: ConnectorSettings, name: str, **options: Any) -> AgentStore:
@@ -83,22 +84,24 @@ def _start_unless_there(settings: ConnectorSettings, socket: Path, deadline_s: f
         place = Path(f"{socket}.json")
         place.write_bytes(msgspec.json.encode(config))
         ready, told = os.pipe2(os.O_CLOEXEC)
+        command = agent_command("--config", str(place), "--ready-fd", str(told))
         try:
             with open(f"{socket}.log", "ab") as words:
-                process = subprocess.Popen(
-                    agent_command("--config", str(place), "--ready-fd", str(told)),
+                subprocess.run(
+                    [sys.executable, "-P", "-c", _LEAVE, *command],
                     stdin=subprocess.DEVNULL, stdout=words, stderr=words, pass_fds=(told,), start_new_session=True,
-                    cwd="/",
+                    cwd="/", timeout=_LEAVE_TIMEOUT_S, check=True,
                 )  # fmt: skip
-            _started.append(process)
             os.close(told)
             told = -1
             poll = select.poll()
             poll.register(ready, select.POLLIN)
             answered = bool(poll.poll(max(1.0, deadline_s - time.monotonic()) * 1000))
             if answered and os.read(ready, 16):
-                log.info("started an agent at %s (pid %d, log %s.log)", socket, process.pid, socket)
+                log.info("started an agent at %s (its log: %s.log)", socket, socket)
                 return
+        except (OSError, subprocess.SubprocessError) as error:
+            raise StorageError(f"no agent can be started for {socket}: {error}") from error
         finally:
             os.close(ready)
             if told >= 0:
