@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,10 +47,10 @@ def test_hashes_are_those_of_the_engine(changes: list[tuple[str, int]], length: 
             known = []
         elif what == "cut":
             known = known[: count % (len(known) + 1)]
-        start = len(known)
-        salt = number if what != "cut" else 255
-        fresh = [bytes([salt, *divmod(start + place, 256)]) * length for place in range(count)]
-        request.block_hashes = known + [name[:length] for name in fresh]
+        request.block_hashes = list(known)
+        for _ in range(count):  # each hash covers all before it, as the engine's do
+            last = request.block_hashes[-1] if request.block_hashes else b""
+            request.block_hashes.append(sha256(last + bytes([number])).digest()[:length])
         state.next_tokens = 5
         state.update_hashes(GROUPS, 4)
         for position, group in enumerate(GROUPS):
