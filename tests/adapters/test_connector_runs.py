@@ -131,3 +131,18 @@ def test_another_connector_may_be_chosen() -> None:
         assert second.served_tokens == 0
         finder.release_ended()
         assert not store.leases
+
+
+def test_blocks_are_not_given_to_others_before_they_are_read() -> None:
+    with held_rig(FakeShape(groups=(full(),), num_blocks=32)) as (rig, store, _):
+        rig.engine.add(FakeRequest("a", prompt(40), 1))
+        for _ in range(4):
+            rig.engine.step()
+        assert rig.engine.idle
+        assert store.pending, "its saves are under way, and it has gone"
+        for number in range(4):
+            rig.engine.add(FakeRequest(f"other {number}", prompt(20, seed=number + 2), 3))
+        for _ in range(8):
+            rig.engine.step()
+        run(rig, [])
+        assert store.saved > 10
