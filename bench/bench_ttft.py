@@ -153,7 +153,7 @@ def main() -> int:
 
     if arguments.directory:
         arguments.directory.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="ttft-", dir=arguments.directory))
+    directory = Path(tempfile.mkdtemp(prefix="ttft-", dir=arguments.directory)).resolve()
     bench = systems.Bench(
         python, directory, sizes["tokens"], sizes["sessions"], sizes["repeats"], arguments.threads
     )

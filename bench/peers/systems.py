@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -196,18 +197,18 @@ def _attached(socket_path: Path) -> bool:
     return True
 
 
-def _agent(bench: Bench, place: Path) -> Service:
+def _agent(bench: Bench, place: Path, at: Path) -> Service:
     command = agent_command(
-        "--socket", str(place / "agent.sock"), "--dram", str(bench.cache_bytes),
+        "--socket", str(at), "--dram", str(bench.cache_bytes),
         "--nvme-dir", str(place / "nvme"), "--nvme", str(2 * bench.cache_bytes),
     )  # fmt: skip
-    return Service(command, place / "agent.log", lambda: _attached(place / "agent.sock"))
+    return Service(command, place / "agent.log", lambda: _attached(at))
 
 
-def _read(place: Path) -> dict[str, int]:
+def _read(at: Path) -> dict[str, int]:
     """Blocks that were read from each tier since the agent's start; from DRAM also those that NVMe brought there."""
     block_bytes = BLOCK_TOKENS * workload.KV_BYTES_PER_TOKEN
-    with tierkv.connect(f"unix:{place / 'agent.sock'}") as store:
+    with tierkv.connect(f"unix:{at}") as store:
         return {str(name): tier.read_bytes // block_bytes for name, tier in store.stats().tiers.items()}
 
 
@@ -224,19 +225,24 @@ def _wait_for_cache(engine: Engine, answer: list[int]) -> None:
 def tierkv_rows(bench: Bench) -> None:
     """An agent with DRAM and NVMe; a second engine; the agent restarted, so that DRAM is empty."""
     place = bench.place("tierkv")
+    with tempfile.TemporaryDirectory(prefix="ttft-") as short:  # the path of a socket must be
+        _tierkv_round(bench, place, Path(short) / "agent.sock")
+
+
+def _tierkv_round(bench: Bench, place: Path, at: Path) -> None:
     connector = {
         "kv_connector": "TierKVConnector",
         "kv_connector_module_path": "tierkv.adapters.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"agent": f"unix:{place / 'agent.sock'}", "start_agent": False},
+        "kv_connector_extra_config": {"agent": f"unix:{at}", "start_agent": False},
     }
 
     def watch() -> dict[str, int]:
-        return _read(place)
+        return _read(at)
 
     with contextlib.ExitStack() as agents:
-        agents.enter_context(_agent(bench, place))
+        agents.enter_context(_agent(bench, place, at))
         with bench.engine(place, connector) as engine:
             probe = engine.turn(_PROBE.first, workload.ANSWER_TOKENS)["tokens"]
             right = bench.first_turns(engine)
@@ -244,7 +250,7 @@ def tierkv_rows(bench: Bench) -> None:
         with bench.engine(place, connector) as engine:
             bench.second_turns("tierkv_second_engine", engine, right=right, watch=watch)
             agents.close()  # in order: what only DRAM holds goes to NVMe
-            agents.enter_context(_agent(bench, place))
+            agents.enter_context(_agent(bench, place, at))
             _wait_for_cache(engine, probe)
             # Once: what was read is in DRAM then.
             bench.second_turns("tierkv_nvme", engine, right=right, repeats=1, watch=watch)
