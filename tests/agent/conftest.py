@@ -1,5 +1,5 @@
-"""Tests of the agent: the shared suite's assertions explain themselves here too."""
+"""Tests of the agent: their harness's assertions explain themselves."""
 
 import pytest
 
-pytest.register_assert_rewrite("tierkv.testing.stores", "agent_harness")
+pytest.register_assert_rewrite("agent_harness")
