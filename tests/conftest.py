@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tierkv.testing")  # the shared suites' assertions explain themselves, whoever is first
+pytest.register_assert_rewrite("tierkv.testing")  # the shared suites' assertions explain themselves
 
 _SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("default", deadline=None, max_examples=60, suppress_health_check=_SLOW_MACHINE)
