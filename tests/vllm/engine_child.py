@@ -6,9 +6,11 @@ nothing heavy happens before main().
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from engine_models import MODELS
+
+# Both hold in the engine's workers too, which import this file.
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+# vLLM's workers wait for each other by yielding. On two cores, Linux 6.18 then lets other processes, the agent for one,
+# wait for a core for tens of seconds.
+os.sched_yield = lambda: time.sleep(100e-6)
 
 _COMMON = {
     "skip_tokenizer_init": True,
@@ -125,11 +133,11 @@ class EngineServer:
         ]
         return {"groups": groups, "block_count": config.num_blocks}
 
-    def write_checkpoint(self, directory: str) -> None:
+    def write_checkpoint(self, directory: str, **gain: float) -> None:
         """Adds random weights to a model directory."""
         import engine_weights
 
-        engine_weights.write_checkpoint(Path(directory))
+        engine_weights.write_checkpoint(Path(directory), **gain)
 
     def generate(self, prompts: list[list[int]], salt: str | None, **sampling: Any) -> list[dict[str, Any]]:
         """Runs the prompts together, to their end."""

@@ -11,9 +11,11 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +79,9 @@ class EngineHost:
         self.description: dict[str, Any] = {}
         commands_end, self._commands = os.pipe()
         self._replies, replies_end = os.pipe()
+        self._temporary = tempfile.mkdtemp(prefix="tierkv-")  # short, for sockets
         environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(_ENGINE_CACHE)}
+        environment["TMPDIR"] = self._temporary
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if several_processes else "0"
         environment.pop("PYTHONHASHSEED", None)  # as a user's engine runs
         try:
@@ -219,6 +223,7 @@ class EngineHost:
         while b"\n" not in self._pending:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not poll.poll(left_s * 1000):
+                self._tell_stacks()
                 self.kill()
                 raise EngineError(
                     f"{name} took longer than {timeout_s} s\n--- end of {self.log}:\n{self.log_tail()}"
@@ -232,6 +237,12 @@ class EngineHost:
             self._pending += piece
         line, _, self._pending = self._pending.partition(b"\n")
         return line
+
+    def _tell_stacks(self) -> None:
+        """Has every process of the engine write its stacks to the log."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGUSR1)
+        time.sleep(1)  # nobody tells when they are written
 
     def log_tail(self) -> str:
         """The last lines of what the engine said."""
@@ -247,6 +258,7 @@ class EngineHost:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(_END_TIMEOUT_S)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def release(self) -> None:
         """Closes the pipes, at which the process ends by itself. Idempotent."""
@@ -268,6 +280,7 @@ class EngineHost:
         except subprocess.TimeoutExpired:
             status = None
             self.kill()
+        shutil.rmtree(self._temporary, ignore_errors=True)
         if kind is None and status != 0:
             raise EngineError(
                 f"the engine's process ended with {status}\n--- end of {self.log}:\n{self.log_tail()}"

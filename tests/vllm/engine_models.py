@@ -90,6 +90,12 @@ _ALL = (
     Model("llama", _config("LlamaForCausalLM", "llama", hidden_act="silu"), (_FULL,), {"block_size": 32}),
     Model("qwen3", _config("Qwen3ForCausalLM", "qwen3", hidden_act="silu"), (_FULL,), {"block_size": 32}),
     Model(
+        "one_head",
+        _config("LlamaForCausalLM", "llama", num_key_value_heads=1, hidden_act="silu"),
+        (_FULL,),
+        {"block_size": 32},
+    ),
+    Model(
         "gemma3",
         _config(
             "Gemma3ForCausalLM",

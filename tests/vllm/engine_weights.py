@@ -24,12 +24,12 @@ SEED_VARIABLE = "TIERKV_TEST_WEIGHTS"
 _GAIN = 1.5
 
 
-def _values(name: str, like: torch.Tensor) -> torch.Tensor:
+def _values(name: str, like: torch.Tensor, gain: float = _GAIN) -> torch.Tensor:
     """float32 of the shape of `like`; the same for the same name, shape and SEED_VARIABLE."""
     words = f"{os.environ.get(SEED_VARIABLE, '')}/{name}/{tuple(like.shape)}"
     generator = torch.Generator().manual_seed(zlib.crc32(words.encode()))
     if like.dim() >= 2:
-        spread = _GAIN / like.shape[-1] ** 0.5
+        spread = gain / like.shape[-1] ** 0.5
         return torch.randn(like.shape, generator=generator) * spread
     noise = torch.rand(like.shape, generator=generator)
     last = name.rpartition(".")[2]
@@ -55,14 +55,14 @@ class RandomLoader(BaseModelLoader):
                     tensor.copy_(_values(name, tensor))
 
 
-def write_checkpoint(directory: Path) -> None:
+def write_checkpoint(directory: Path, gain: float = _GAIN) -> None:
     """Adds real weights (safetensors) to a model directory; for engines whose workers are processes of their own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            tensor.copy_(_values(name, tensor))
+            tensor.copy_(_values(name, tensor, gain))
     settings = (directory / "config.json").read_text()
     model.save_pretrained(directory)
     (directory / "config.json").write_text(settings)
