@@ -108,6 +108,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         compat.check_engine(vllm_config, kv_cache_config, self._settings)
         self._groups = compat.groups_of(vllm_config, kv_cache_config, self._settings)
+        # Both sides go by it: what cannot fail block by block must not be loaded synchronously.
+        self._by_block = fails_by_block(self._groups) and len(kv_cache_config.kv_cache_groups) == 1
         transfer = self._kv_transfer_config
         self._save = transfer.is_kv_producer if self._settings.save is None else self._settings.save
         self._load = transfer.is_kv_consumer if self._settings.load is None else self._settings.load
@@ -129,7 +131,6 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, vllm_config: Any, kv_cache_config: Any) -> None:
         settings = self._settings
-        by_block = fails_by_block(self._groups) and len(kv_cache_config.kv_cache_groups) == 1
         options = SchedulerOptions(
             groups=self._groups,
             hash_block_tokens=compat.hash_block_tokens(vllm_config, kv_cache_config),
@@ -137,7 +138,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             max_held_blocks=max(1, int(kv_cache_config.num_blocks * settings.max_held_share)),
             load=self._load,
             save=self._save,
-            load_async=settings.load_async or not by_block,
+            load_async=settings.load_async or not self._by_block,
             lookup_wait_s=settings.lookup_wait_s,
             lookup_timeout_s=settings.lookup_timeout_s,
         )
@@ -185,7 +186,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(
             self._store, paths, shards, sizes, self._counters,
             load_timeout_s=self._settings.load_timeout_s, save_timeout_s=self._settings.save_timeout_s,
-            report_blocks=fails_by_block(self._groups) and len(config.kv_cache_groups) == 1, greeting=self._greetings,
+            report_blocks=self._by_block, greeting=self._greetings,
         )  # fmt: skip
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
