@@ -58,7 +58,7 @@ class HeldStore:
         held = [masks != 0 for masks in self.lookup(queries)]
         return DictLease(self, held, queries)
 
-    def stage(self, lease: Any) -> Job:
+    def stage(self, lease: Any, timeout_s: float | None = None) -> Job:
         raise AssertionError("everything is in DRAM already")
 
     def touch(self, space: Keyspace, hashes: HashArray) -> None:

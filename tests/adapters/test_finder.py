@@ -49,7 +49,7 @@ class ScriptedStore(HeldStore):
         self.on_lease()
         return super().lease(queries, ttl_s)
 
-    def stage(self, lease: Any) -> Job:
+    def stage(self, lease: Any, timeout_s: float | None = None) -> Job:
         self.staged.append(lease)
         return Job(0)
 

@@ -20,13 +20,14 @@ from tierkv.agent.client import AgentStore
 from tierkv.clock import VirtualClock
 from tierkv.config import AgentConfig, StoreConfig
 from tierkv.store import Store
-from tierkv.testing.stores import TIMEOUT_S, StoreConformance, StoreLike
+from tierkv.store.calls import StoreCalls
+from tierkv.testing.stores import TIMEOUT_S, StoreConformance
 from tierkv.types import UInt8Array
 
 
 class TestStore(StoreConformance):
     @contextmanager
-    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreLike]:
+    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreCalls]:
         with Store(config, clock=clock) as store:
             yield store
 
@@ -37,7 +38,7 @@ class TestAgentStore(StoreConformance):
         self.socket = str(tmp_path / "agent.sock")
 
     @contextmanager
-    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreLike]:
+    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreCalls]:
         # A store in process has no limit of leases either.
         agent = AgentConfig(store=config, socket=self.socket, max_leased_bytes=1 << 40)
         with serving(agent, clock), AgentStore(self.socket, call_timeout_s=20.0) as store:
@@ -48,7 +49,7 @@ class TestSharedAgentStore(TestAgentStore):
     """An agent whose limits for one client are as tight as they can be, and a block at a time."""
 
     @contextmanager
-    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreLike]:
+    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreCalls]:
         agent = AgentConfig(
             store=config, socket=self.socket, max_reserved_bytes=1, max_leased_bytes=1 << 40, max_requests=8
         )
@@ -149,7 +150,7 @@ class TestOwnAgentStore(StoreConformance):
     """An agent process of one's own. Its clock cannot be moved from here, and one client may lease half of its DRAM."""
 
     @contextmanager
-    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreLike]:
+    def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreCalls]:
         with tierkv.connect(config=config, call_timeout_s=20.0) as store:
             yield store
 

@@ -102,7 +102,7 @@ class _Store:
     def lease(self, queries: Sequence[tuple[Keyspace, HashArray]], ttl_s: float) -> _Lease:
         return _Lease([np.ones(len(hashes), np.bool_) for _, hashes in queries])
 
-    def stage(self, lease: Any) -> Job:
+    def stage(self, lease: Any, timeout_s: float | None = None) -> Job:
         return finished_job(np.zeros(0, np.uint8))
 
     def touch(self, space: Keyspace, hashes: HashArray) -> None:

@@ -2,7 +2,7 @@
 
     class TestMyStore(StoreConformance):
         @contextmanager
-        def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreLike]:
+        def make_store(self, config: StoreConfig, clock: VirtualClock) -> Iterator[StoreCalls]:
             with Store(config, clock=clock) as store:
                 yield store
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,9 +29,18 @@ from tierkv.jobs import Job
 from tierkv.keys import Keyspace, pack_hashes
 from tierkv.memory import capacity_for, slot_bytes_for
 from tierkv.store import StoreStats
+from tierkv.store.calls import Attachable, StoreCalls
 from tierkv.testing.buffers import PagedCache, chain_hashes, make_spec, part_payload, random_hashes
-from tierkv.testing.store_calls import StoreLike
 from tierkv.types import BlockStatus, HashArray, TierKind
+
+if TYPE_CHECKING:
+    from tierkv.agent.client import AgentStore
+    from tierkv.store import Store
+
+    def _have_the_calls(here: Store, client: AgentStore) -> tuple[StoreCalls, StoreCalls, Attachable]:
+        """Holds both to the protocols: where a signature goes its own way, the types do not fit."""
+        return here, client, client
+
 
 TIMEOUT_S = 30.0
 BLOCK_BYTES = 4096
@@ -69,7 +78,7 @@ def filled(space: Keyspace, hashes: HashArray, part: int = 0) -> Fragments:
 
 
 def save(
-    store: StoreLike,
+    store: StoreCalls,
     space: Keyspace,
     hashes: HashArray,
     part: int | None = None,
@@ -84,7 +93,7 @@ def save(
 
 
 def load(
-    store: StoreLike,
+    store: StoreCalls,
     space: Keyspace,
     hashes: HashArray,
     part: int | None = None,
@@ -110,7 +119,7 @@ def rows(hashes: HashArray, positions: Any) -> HashArray:
     return np.ascontiguousarray(hashes[positions])
 
 
-def settled(store: StoreLike) -> StoreStats:
+def settled(store: StoreCalls) -> StoreStats:
     """Waits until nothing is held, pending or queued, and checks that slots and blocks are as many."""
 
     def still() -> bool:
@@ -124,7 +133,7 @@ def settled(store: StoreLike) -> StoreStats:
 class StoreConformance:
     """Subclass it as a Test* class and say how to make a store."""
 
-    def make_store(self, config: StoreConfig, clock: VirtualClock) -> AbstractContextManager[StoreLike]:
+    def make_store(self, config: StoreConfig, clock: VirtualClock) -> AbstractContextManager[StoreCalls]:
         """A store of these tiers that reads `clock`; closed at the context's end."""
         raise NotImplementedError
 
@@ -161,20 +170,20 @@ class StoreConformance:
         return VirtualClock()
 
     @pytest.fixture
-    def store(self, tmp_path: Path, clock: VirtualClock) -> Iterator[StoreLike]:
+    def store(self, tmp_path: Path, clock: VirtualClock) -> Iterator[StoreCalls]:
         """32 blocks of DRAM and nothing below."""
         with self.make_store(self.config(tmp_path), clock) as store:
             yield store
 
     @pytest.fixture
-    def tiered(self, tmp_path: Path, clock: VirtualClock) -> Iterator[StoreLike]:
+    def tiered(self, tmp_path: Path, clock: VirtualClock) -> Iterator[StoreCalls]:
         """16 blocks of DRAM above 256 of NVMe."""
         with self.make_store(self.config(tmp_path, 16, 256), clock) as store:
             yield store
 
     # Round trips.
 
-    def test_what_is_saved_is_loaded(self, store: StoreLike) -> None:
+    def test_what_is_saved_is_loaded(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(20, 1)
         assert load(store, space, hashes) == [MISS] * 20
         assert save(store, space, hashes) == [OK] * 20
@@ -188,7 +197,7 @@ class StoreConformance:
             assert save(store, space, hashes) == [OK] * 8
             assert load(store, space, hashes) == [OK] * 8
 
-    def test_nothing_is_an_answer_too(self, store: StoreLike) -> None:
+    def test_nothing_is_an_answer_too(self, store: StoreCalls) -> None:
         space, none = store.open(make_spec(BLOCK_BYTES)), pack_hashes([])
         assert store.match(space, none).length == 0
         assert store.lookup([]) == []
@@ -204,7 +213,7 @@ class StoreConformance:
         assert lease.release()
         assert store.flush(TIMEOUT_S)
 
-    def test_memory_is_free_for_reuse_once_a_save_is_done(self, store: StoreLike) -> None:
+    def test_memory_is_free_for_reuse_once_a_save_is_done(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(4, 3)
         cache = PagedCache(4, [BLOCK_BYTES])
         for position, row in enumerate(hashes):
@@ -213,7 +222,7 @@ class StoreConformance:
         cache.wipe(0)
         assert load(store, space, hashes) == [OK] * 4
 
-    def test_blocks_of_the_cache_may_lie_in_any_order(self, store: StoreLike) -> None:
+    def test_blocks_of_the_cache_may_lie_in_any_order(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(6, 4)
         assert save(store, space, hashes) == [OK] * 6
         cache, ids = empty_cache(space, 9), [7, 0, 8, 3, 1, 5]
@@ -226,7 +235,7 @@ class StoreConformance:
 
     # Identity.
 
-    def test_a_block_is_found_only_under_its_keyspace(self, store: StoreLike) -> None:
+    def test_a_block_is_found_only_under_its_keyspace(self, store: StoreCalls) -> None:
         space = store.open(make_spec(BLOCK_BYTES))
         others = [store.open(make_spec(revision="r2")), store.open(make_spec(group="swa"))]
         hashes = random_hashes(4, 5)
@@ -237,11 +246,11 @@ class StoreConformance:
             assert store.remove(other, hashes) == 0
         assert load(store, space, hashes) == [OK] * 4
 
-    def test_the_same_spec_is_the_same_keyspace(self, store: StoreLike) -> None:
+    def test_the_same_spec_is_the_same_keyspace(self, store: StoreCalls) -> None:
         assert store.open(make_spec(BLOCK_BYTES)) is store.open(make_spec(BLOCK_BYTES))
         assert store.open(make_spec(model="a")) is not store.open(make_spec(model="b"))
 
-    def test_a_known_block_keeps_its_first_bytes(self, store: StoreLike) -> None:
+    def test_a_known_block_keeps_its_first_bytes(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(2, 6)
         assert save(store, space, hashes) == [OK] * 2
         other = PagedCache(2, [BLOCK_BYTES])
@@ -252,7 +261,7 @@ class StoreConformance:
 
     # Looking up.
 
-    def test_match_is_the_longest_prefix_and_lookup_is_any_subset(self, store: StoreLike) -> None:
+    def test_match_is_the_longest_prefix_and_lookup_is_any_subset(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), chain_hashes(1, 10)
         assert save(store, space, rows(hashes, [0, 1, 2, 4, 7])) == [OK] * 5
         found = store.match(space, hashes)
@@ -261,7 +270,7 @@ class StoreConformance:
         assert [int(mask) >> TierKind.DRAM & 1 for mask in masks] == [1, 1, 1, 0, 1, 0, 0, 1, 0, 0]
         assert store.match(space, rows(hashes, slice(3, None))).length == 0
 
-    def test_one_lookup_serves_several_groups(self, store: StoreLike) -> None:
+    def test_one_lookup_serves_several_groups(self, store: StoreCalls) -> None:
         full, window = store.open(make_spec(group="full")), store.open(make_spec(group="swa"))
         hashes = chain_hashes(2, 6)
         save(store, full, hashes)
@@ -270,12 +279,12 @@ class StoreConformance:
         assert [mask != 0 for mask in first.tolist()] == [True] * 6
         assert [mask != 0 for mask in second.tolist()] == [False, True, True]
 
-    def test_each_block_of_a_load_succeeds_or_fails_alone(self, store: StoreLike) -> None:
+    def test_each_block_of_a_load_succeeds_or_fails_alone(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(9, 7)
         assert save(store, space, rows(hashes, [1, 3, 8])) == [OK] * 3
         assert load(store, space, hashes) == [OK if at in {1, 3, 8} else MISS for at in range(9)]
 
-    def test_one_hash_twice_in_a_batch(self, store: StoreLike) -> None:
+    def test_one_hash_twice_in_a_batch(self, store: StoreCalls) -> None:
         space = store.open(make_spec(BLOCK_BYTES))
         hashes = rows(random_hashes(3, 8), [0, 1, 0, 2, 2])
         assert save(store, space, hashes) == [OK] * 5
@@ -310,7 +319,7 @@ class StoreConformance:
 
     # Parts.
 
-    def test_a_block_is_visible_when_its_last_part_is_in(self, store: StoreLike) -> None:
+    def test_a_block_is_visible_when_its_last_part_is_in(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES, parts=3)), random_hashes(5, 10)
         for part in (2, 0):
             assert save(store, space, hashes, part) == [OK] * 5
@@ -323,7 +332,7 @@ class StoreConformance:
             assert load(store, space, hashes, part) == [OK] * 5
         settled(store)
 
-    def test_ranks_that_save_at_once_make_whole_blocks(self, store: StoreLike) -> None:
+    def test_ranks_that_save_at_once_make_whole_blocks(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES, parts=4)), random_hashes(32, 11)
         start, found = threading.Barrier(4), {}
 
@@ -342,7 +351,7 @@ class StoreConformance:
         settled(store)
 
     def test_parts_that_do_not_all_come_are_dropped_at_the_deadline(
-        self, store: StoreLike, clock: VirtualClock
+        self, store: StoreCalls, clock: VirtualClock
     ) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES, parts=2)), random_hashes(8, 12)
         assert save(store, space, hashes, 0) == [OK] * 8
@@ -376,7 +385,7 @@ class StoreConformance:
             assert load(store, space, held) == [MISS] * 3
             settled(store)
 
-    def test_a_lease_ends_by_itself(self, store: StoreLike, clock: VirtualClock) -> None:
+    def test_a_lease_ends_by_itself(self, store: StoreCalls, clock: VirtualClock) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(8, 14)
         save(store, space, hashes)
         lease = store.lease([(space, hashes)], 10.0)
@@ -389,7 +398,7 @@ class StoreConformance:
         assert not lease.extend(10.0)
         assert not lease.release()
 
-    def test_a_lease_says_what_it_holds(self, store: StoreLike) -> None:
+    def test_a_lease_says_what_it_holds(self, store: StoreCalls) -> None:
         space, other = store.open(make_spec(BLOCK_BYTES)), store.open(make_spec(group="swa"))
         hashes = chain_hashes(3, 6)
         save(store, space, rows(hashes, [0, 2]))
@@ -399,7 +408,7 @@ class StoreConformance:
         assert lease.held[1].tolist() == [False, True]
         assert lease.release()
 
-    def test_a_leased_block_that_is_removed_is_not_found(self, store: StoreLike) -> None:
+    def test_a_leased_block_that_is_removed_is_not_found(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(8, 15)
         save(store, space, hashes)
         lease = store.lease([(space, hashes)], 10.0)
@@ -410,7 +419,7 @@ class StoreConformance:
 
     # Tiers.
 
-    def test_a_burst_larger_than_dram_is_all_found_again(self, tiered: StoreLike) -> None:
+    def test_a_burst_larger_than_dram_is_all_found_again(self, tiered: StoreCalls) -> None:
         space, hashes = tiered.open(make_spec(BLOCK_BYTES)), chain_hashes(4, 100)
         assert save(tiered, space, hashes) == [OK] * 100
         assert tiered.match(space, hashes).length == 100
@@ -420,7 +429,7 @@ class StoreConformance:
         assert stats.tiers["nvme"].blocks >= 84
         assert stats.dropped_blocks == 0
 
-    def test_bursts_of_several_threads_at_once(self, tiered: StoreLike) -> None:
+    def test_bursts_of_several_threads_at_once(self, tiered: StoreCalls) -> None:
         space = tiered.open(make_spec(BLOCK_BYTES))
 
         def work(number: int) -> None:
@@ -432,7 +441,7 @@ class StoreConformance:
         in_threads(work, range(1, 5))
         settled(tiered)
 
-    def test_flushed_blocks_are_below_and_staged_ones_are_back(self, tiered: StoreLike) -> None:
+    def test_flushed_blocks_are_below_and_staged_ones_are_back(self, tiered: StoreCalls) -> None:
         space, hashes = tiered.open(make_spec(BLOCK_BYTES)), random_hashes(6, 16)
         save(tiered, space, hashes)
         assert tiered.flush(TIMEOUT_S)
@@ -452,7 +461,7 @@ class StoreConformance:
         settled(tiered)
 
     @pytest.mark.parametrize("parts", [1, 2])
-    def test_blocks_are_loaded_while_all_of_dram_is_held(self, tiered: StoreLike, parts: int) -> None:
+    def test_blocks_are_loaded_while_all_of_dram_is_held(self, tiered: StoreCalls, parts: int) -> None:
         space = tiered.open(make_spec(BLOCK_BYTES, parts=parts))
         hashes, others = chain_hashes(11, 40), chain_hashes(12, 16)
         for chain in (hashes, others):
@@ -473,7 +482,7 @@ class StoreConformance:
 
     # Removing.
 
-    def test_removed_blocks_are_gone_and_others_are_not(self, tiered: StoreLike) -> None:
+    def test_removed_blocks_are_gone_and_others_are_not(self, tiered: StoreCalls) -> None:
         space, hashes = tiered.open(make_spec(BLOCK_BYTES)), random_hashes(6, 18)
         save(tiered, space, hashes)
         assert tiered.flush(TIMEOUT_S)
@@ -483,7 +492,7 @@ class StoreConformance:
         assert save(tiered, space, hashes) == [OK] * 6
         assert load(tiered, space, hashes) == [OK] * 6
 
-    def test_clearing_empties_one_keyspace_only(self, store: StoreLike) -> None:
+    def test_clearing_empties_one_keyspace_only(self, store: StoreCalls) -> None:
         first, second = store.open(make_spec(model="a")), store.open(make_spec(model="b", parts=2))
         hashes = random_hashes(5, 19)
         save(store, first, hashes)
@@ -497,7 +506,7 @@ class StoreConformance:
 
     # Refusals.
 
-    def test_wrong_arguments_are_refused_before_anything_happens(self, store: StoreLike) -> None:
+    def test_wrong_arguments_are_refused_before_anything_happens(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES, parts=2)), random_hashes(3, 21)
         memory = filled(space, hashes)
         with pytest.raises(ArgumentError, match="pack_hashes"):
@@ -523,7 +532,7 @@ class StoreConformance:
         stats = store.stats()
         assert (stats.pins, stats.tiers["dram"].blocks) == (0, 0)
 
-    def test_a_keyspace_of_another_store_is_refused(self, store: StoreLike) -> None:
+    def test_a_keyspace_of_another_store_is_refused(self, store: StoreCalls) -> None:
         store.open(make_spec(BLOCK_BYTES))
         spec, hashes = make_spec(BLOCK_BYTES), random_hashes(1, 22)
         stranger = Keyspace(spec, spec.digest(), 1)
@@ -539,7 +548,7 @@ class StoreConformance:
             with pytest.raises(KeyspaceError, match="open"):
                 call()
 
-    def test_extreme_times_are_taken_as_the_longest_there_is(self, store: StoreLike) -> None:
+    def test_extreme_times_are_taken_as_the_longest_there_is(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(2, 23)
         assert save(store, space, hashes, timeout_s=1e7) == [OK] * 2
         assert load(store, space, hashes, timeout_s=1e7) == [OK] * 2
@@ -584,7 +593,7 @@ class StoreConformance:
 
     # Counting, and many at once.
 
-    def test_the_counters_add_up(self, store: StoreLike) -> None:
+    def test_the_counters_add_up(self, store: StoreCalls) -> None:
         space, hashes = store.open(make_spec(BLOCK_BYTES)), random_hashes(10, 25)
         save(store, space, rows(hashes, slice(0, 6)))
         save(store, space, rows(hashes, slice(4, 8)))
@@ -596,7 +605,7 @@ class StoreConformance:
         assert (dram.blocks, dram.written_blocks, dram.hit_blocks, dram.evicted_blocks) == (8, 8, 8, 0)
         assert dram.written_bytes == dram.read_bytes == dram.used_bytes == 8 * BLOCK_BYTES
 
-    def test_threads_that_do_everything_at_once(self, tiered: StoreLike) -> None:
+    def test_threads_that_do_everything_at_once(self, tiered: StoreCalls) -> None:
         spaces = [tiered.open(make_spec(BLOCK_BYTES)), tiered.open(make_spec(BLOCK_BYTES, parts=2))]
 
         def work(number: int) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from tierkv.adapters.vllm.groups import Group, longest_hit, to_load
 from tierkv.errors import TierKVError
 from tierkv.keys import Keyspace
+from tierkv.store.calls import Attachable, LeaseCalls, LookupCalls
 from tierkv.types import BoolArray, HashArray, TierKind, UInt8Array
 
 log = logging.getLogger("tierkv.vllm")
@@ -37,29 +38,8 @@ Spaces = Sequence[Sequence[Keyspace | None]]
 """For each pipeline stage, for each group: its keyspace; None where the stage has no layers of the group."""
 
 
-class Promise(Protocol):
-    """A lease of the store."""
-
-    held: list[BoolArray]
-
-    def extend(self, ttl_s: float) -> bool: ...
-
-    def release(self) -> bool: ...
-
-
-class LookupStore(Protocol):
+class LookupClient(LookupCalls, Attachable, Protocol):
     """What a finder needs of the store."""
-
-    @property
-    def attached(self) -> bool: ...
-
-    def lookup(self, queries: Sequence[tuple[Keyspace, HashArray]]) -> list[UInt8Array]: ...
-
-    def lease(self, queries: Sequence[tuple[Keyspace, HashArray]], ttl_s: float) -> Promise: ...
-
-    def stage(self, lease: Any) -> Any: ...
-
-    def touch(self, space: Keyspace, hashes: HashArray) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +59,7 @@ class Search:
     """For each group (n,) bool: what the store has. Empty if it could not be asked."""
     tiers: list[UInt8Array] = field(default_factory=list)
     """For each group (n,) uint8: the mask of tiers, of those stages that have the group all in common."""
-    lease: Promise | None = None
+    lease: LeaseCalls | None = None
     wanted_s: float = 0.0
     """When the engine last asked for it (time.monotonic())."""
     loading: bool = False
@@ -99,7 +79,7 @@ class Finder:
     """See the module."""
 
     def __init__(
-        self, store: LookupStore, groups: Sequence[Group], lease_s: float, min_load_tokens: int = 0
+        self, store: LookupClient, groups: Sequence[Group], lease_s: float, min_load_tokens: int = 0
     ) -> None:
         self._store = store
         self._groups = groups
@@ -112,7 +92,7 @@ class Finder:
         self._work: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._queue: deque[Search] = deque()
-        self._ended: deque[Promise] = deque()
+        self._ended: deque[LeaseCalls] = deque()
         self._leased: set[Search] = set()
         self._extend_at_s = time.monotonic() + lease_s / 3
         self._closing = False

@@ -30,11 +30,12 @@ from tierkv.adapters.vllm.identity import Shard
 from tierkv.adapters.vllm.layout import GroupCache
 from tierkv.adapters.vllm.pipes import MAX_CHUNK_BLOCKS, LoadPipe, Runs, SavePipe, Slot
 from tierkv.adapters.vllm.plates import ALIGNMENT_BYTES, Rows, plan_plates
-from tierkv.adapters.vllm.worker import HostPath, MovingStore, Path
+from tierkv.adapters.vllm.worker import HostPath, Path
 from tierkv.errors import ArgumentError, ConfigError, StorageError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace
+from tierkv.store.calls import MoveCalls
 from tierkv.types import HashArray, Int64Array
 
 SLOTS = 4
@@ -45,7 +46,7 @@ _TRIAL_TIMEOUT_S = 60.0
 class Staging:
     """The staging memory of one worker on one device, and its pipes. Close it before the store."""
 
-    def __init__(self, store: MovingStore, device: Device, staging_bytes: int) -> None:
+    def __init__(self, store: MoveCalls, device: Device, staging_bytes: int) -> None:
         """staging_bytes: of host memory, and as much of the device's. StorageError if that cannot be had."""
         self.store = store
         self.staging_bytes = staging_bytes
@@ -216,7 +217,7 @@ class DevicePath:
 class PathMaker:
     """Chooses the groups' paths by where their caches are. Paths are made before anything is moved."""
 
-    def __init__(self, store: MovingStore, staging_bytes: int) -> None:
+    def __init__(self, store: MoveCalls, staging_bytes: int) -> None:
         self._store = store
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None

@@ -21,40 +21,15 @@ from tierkv.adapters.vllm.identity import Shard
 from tierkv.adapters.vllm.layout import GroupCache
 from tierkv.adapters.vllm.messages import GroupBlocks, StepOrders, WorkerReport
 from tierkv.errors import TierKVError
-from tierkv.fragments import Fragments
 from tierkv.jobs import Job, finished_job
 from tierkv.keys import Keyspace
+from tierkv.store.calls import Attachable, MoveCalls
 from tierkv.types import BlockStatus, HashArray, Int64Array
 
 log = logging.getLogger("tierkv.vllm")
 
 _GRACE_S = 5.0
 """How much longer than a load's own deadline a synchronous load is waited for."""
-
-
-class MovingStore(Protocol):
-    """What a worker needs of the store."""
-
-    @property
-    def attached(self) -> bool: ...
-
-    def load(
-        self,
-        space: Keyspace,
-        hashes: HashArray,
-        into: Fragments,
-        part: int = 0,
-        timeout_s: float | None = None,
-    ) -> Job: ...
-
-    def save(
-        self,
-        space: Keyspace,
-        hashes: HashArray,
-        from_: Fragments,
-        part: int = 0,
-        timeout_s: float | None = None,
-    ) -> Job: ...
 
 
 class Path(Protocol):
@@ -68,7 +43,7 @@ class Path(Protocol):
 class HostPath:
     """Straight, for caches in host memory: the client copies between the cache and the agent's arena itself."""
 
-    def __init__(self, store: MovingStore, space: Keyspace, cache: GroupCache, shard: Shard) -> None:
+    def __init__(self, store: MoveCalls, space: Keyspace, cache: GroupCache, shard: Shard) -> None:
         self._store = store
         self._space = space
         self._cache = cache
@@ -102,7 +77,7 @@ class ConnectorWorker:
 
     def __init__(
         self,
-        store: MovingStore,
+        store: Attachable,
         paths: Sequence[Path | None],
         shards: Sequence[Shard],
         block_bytes: Sequence[int],
