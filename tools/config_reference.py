@@ -18,16 +18,27 @@ from msgspec import inspect as types
 
 from tierkv import config
 from tierkv.adapters.vllm.settings import ConnectorSettings
+from tierkv.adapters.vllm_offloading.options import TierOptions
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 SECTIONS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
-    ("The agent", "", config.AgentConfig),
-    ("The store", "store", config.StoreConfig),
-    ("DRAM", "store.dram", config.DramConfig),
-    ("NVMe", "store.nvme", config.NvmeConfig),
-    ("Shared file system", "store.dfs", config.DfsConfig),
-    ("vLLM connector", "kv_connector_extra_config", ConnectorSettings),
+    ("The agent", "At the top of the file.", config.AgentConfig),
+    ("The store", "`[store]`.", config.StoreConfig),
+    ("DRAM", "`[store.dram]`.", config.DramConfig),
+    ("NVMe", "`[store.nvme]`.", config.NvmeConfig),
+    ("Shared file system", "`[store.dfs]`.", config.DfsConfig),
+    (
+        "vLLM connector",
+        "`kv_connector_extra_config` of vLLM's `--kv-transfer-config`, see [vllm.md](vllm.md).",
+        ConnectorSettings,
+    ),
+    (
+        "vLLM offloading tier",
+        "The entry in `secondary_tiers` of vLLM's OffloadingConnector, see [vllm-offloading.md](vllm-offloading.md).",
+        TierOptions,
+    ),
 )
+"""(title, where its settings are written, the settings)."""
 HEAD = """\
 # Configuration
 
@@ -56,17 +67,21 @@ directory = "/mnt/shared/tierkv"
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """The text below each field, by the field's name."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
-    assert isinstance(body, ast.ClassDef)
+    """The text below each field, by the field's name; of one that is declared again, the text of its last class."""
     found: dict[str, str] = {}
-    name = None
-    for node in body.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
-            found[name] = " ".join(str(node.value.value).split())
-            name = None
+    for kind in reversed(struct.__mro__):
+        if kind is msgspec.Struct or not issubclass(kind, msgspec.Struct):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(body, ast.ClassDef)
+        name = None
+        for node in body.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                name = node.target.id
+                found[name] = ""  # said anew, or not at all
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+                found[name] = " ".join(str(node.value.value).split())
+                name = None
     return found
 
 
@@ -85,6 +100,8 @@ def described(kind: types.Type) -> str:
             return _number(kind)
         case types.VarTupleType(item_type=item):
             return f"list of {described(item)}s"
+        case types.DictType(key_type=types.StrType(), value_type=value):
+            return f"table of {described(value)}s"
         case types.StructType(cls=struct):
             return f"table, see [{_title(struct)}](#{_title(struct).lower().replace(' ', '-')})"
     raise TypeError(f"no words for {kind}")
@@ -109,11 +126,11 @@ def _title(struct: type) -> str:
 def _default(field: types.Field) -> str:
     if field.required:
         return "required"
-    value: Any = field.default
+    value: Any = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     if value is None:
         return "none"
-    if value == ():
-        return "`[]`"
+    if value in ((), {}):
+        return "`[]`" if value == () else "`{}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if field.name.endswith("_bytes") and isinstance(value, int):
@@ -133,14 +150,11 @@ def _size(value: int) -> str:
 def reference() -> str:
     """The whole document."""
     pieces = [HEAD]
-    for title, path, struct in SECTIONS:
+    for title, where, struct in SECTIONS:
         info = types.type_info(struct)
         assert isinstance(info, types.StructType)
         docs = field_docs(struct)
-        where = f"`[{path}]`. " if path else "At the top of the file. "
-        if struct is ConnectorSettings:
-            where = f"`{path}` of vLLM's `--kv-transfer-config`, see [vllm.md](vllm.md). "
-        pieces.append(f"## {title}\n\n{where}{inspect.getdoc(struct)}\n\n")
+        pieces.append(f"## {title}\n\n{where} {inspect.getdoc(struct)}\n\n")
         pieces.append("| setting | values | default | meaning |\n|---|---|---|---|\n")
         for field in info.fields:
             meaning = docs.get(field.name, "").replace("see Admission.", f"{_admission()}")

@@ -115,5 +115,5 @@ def test_an_agent_that_was_killed_is_started_again_by_the_next_engine(tmp_path: 
     ],
 )
 def test_a_wrong_setting_is_named(extra: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=rf"kv_connector_extra_config: .*{words}"):
         read_settings(extra)

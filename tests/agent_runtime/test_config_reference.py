@@ -51,6 +51,20 @@ def test_every_setting_has_a_meaning(tool: ModuleType) -> None:
     assert not [name for name, meaning in rows if not meaning.strip()]
 
 
+def test_inherited_settings_are_listed_too_with_their_last_text(tool: ModuleType) -> None:
+    for title, waiting, starting in [
+        ("vLLM connector", "the engine does not start", "the next engine finds the cache"),
+        ("vLLM offloading tier", "the engine goes on without it", "also when it went away"),
+    ]:
+        _, _, section = tool.reference().partition(f"## {title}\n")
+        rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE))
+        struct = next(kind for name, _, kind in tool.SECTIONS if name == title)
+        assert list(rows) == list(struct.__struct_fields__)
+        assert waiting in rows["agent_wait_s"]
+        assert starting in rows["start_agent"]
+        assert rows["nvme_bytes"] == "Its size."
+
+
 def test_the_example_is_a_configuration(tool: ModuleType, tmp_path: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", tool.reference(), re.DOTALL)
     file = tmp_path / "agent.toml"

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from tierkv.adapters.vllm.settings import ConnectorSettings
+from tierkv.adapters.vllm.agent_options import AgentOptions
 from tierkv.agent.client import AgentStore
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.agent.embedded import agent_command, socket_path
@@ -35,7 +35,7 @@ _LEAVE = "import os, sys; os.fork() and os._exit(0); os.execv(sys.argv[1], sys.a
 """A process that leaves its child, the agent, to init: engines kill whatever descends from them when they end."""
 
 
-def attach(settings: ConnectorSettings, name: str, **options: Any) -> AgentStore:
+def attach(settings: AgentOptions, name: str, **options: Any) -> AgentStore:
     """A client of the agent at the settings' socket; AgentUnavailable when there is none within agent_wait_s.
 
     options: as for AgentStore.
@@ -54,19 +54,19 @@ def attach(settings: ConnectorSettings, name: str, **options: Any) -> AgentStore
                 )
                 raise AgentUnavailable(
                     f"{error} Waited {settings.agent_wait_s:g} s ({hint}): start one with `tierkv agent --socket "
-                    f"{path} --dram SIZE`, or name its socket in kv_connector_extra_config.agent"
+                    f"{path} --dram SIZE`, or name its socket in {settings.where}: agent"
                 ) from error
         if settings.start_agent:
             _start_unless_there(settings, Path(path), deadline_s)
         threading.Event().wait(_PAUSE_S)  # nobody could wake us: the agent is another's process
 
 
-def _start_unless_there(settings: ConnectorSettings, socket: Path, deadline_s: float) -> None:
+def _start_unless_there(settings: AgentOptions, socket: Path, deadline_s: float) -> None:
     """Starts an agent at the socket if nobody else does; returns when one is there, or at the deadline."""
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if socket.parent.stat().st_uid != os.getuid():
         raise StorageError(
-            f"{socket.parent} belongs to another user: name a socket of yours in extra config `agent`"
+            f"{socket.parent} belongs to another user: name a socket of yours in {settings.where}: agent"
         )
     with open(f"{socket}.start", "ab") as lock:
         try:

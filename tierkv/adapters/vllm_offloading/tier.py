@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -199,7 +200,7 @@ def _row_numbers(job: Any) -> Any:
 
 def _connect(options: TierOptions, wait_s: float) -> AgentStore:
     return attach(
-        options.attach_settings(wait_s),
+        msgspec.structs.replace(options, agent_wait_s=wait_s),
         f"vllm offloading tier {os.getpid()}",
         call_timeout_s=options.lookup_timeout_s,
         copy_threads=options.copy_threads,
