@@ -152,6 +152,16 @@ class Index:
         """Ends leases and pending blocks whose deadline is <= now: (leases, pending blocks) ended."""
 
     # Insight.
+    def log_changes(self, capacity: int) -> None:
+        """From now on changes are logged, the last `capacity` of them; the first call decides how many."""
+    def changes(self, after: int, count: int, spaces: _U32) -> tuple[_U32, _U8, _U8, int, int]:
+        """What became ready in a tier or ceased to be: ((k,) keyspace number, (k, 32) hash, (k,) mask of the tiers that
+        hold the block since, number to go on with, changes lost), oldest first.
+
+        Changes are numbered from 0, from the first log_changes() on. Looks at up to `count` of them from number `after`
+        on (beyond the end: none, and the number of the next one) and takes those of `spaces` (sorted; empty: of all).
+        `lost` of them had been overwritten. After all changes are read, the last mask of each block is what holds it.
+        """
     def export(
         self, space: int, tier: int, after: int = 4294967295, count: int = 65536
     ) -> tuple[_U8, _U32, _U32, int]:

@@ -415,6 +415,31 @@ void bind_insight(nb::class_<Index>& index) {
             nb::sig("def export(self, space: int, tier: int, after: int = 4294967295, count: int = 65536) -> "
                     "tuple[_U8, _U32, _U32, int]"))
         .def(
+            "log_changes",
+            [](Index& self, nb::handle capacity) {
+                const size_t most = static_cast<size_t>(whole_number(capacity, "capacity", UINT32_MAX));
+                const nb::gil_scoped_release release;
+                self.log_changes(most);
+            },
+            nb::arg("capacity"), nb::sig("def log_changes(self, capacity: int) -> None"))
+        .def(
+            "changes",
+            [](Index& self, nb::handle after, nb::handle count, nb::handle spaces) {
+                const uint64_t number = whole_number(after, "after", UINT64_MAX);
+                const size_t most = count_of(count);
+                const Array<uint32_t> wanted(spaces, "spaces");
+                Changes changes;
+                {
+                    const nb::gil_scoped_release release;
+                    changes = self.changes(number, most, wanted.span());
+                }
+                return nb::make_tuple(Result<uint32_t>::of(changes.spaces).take(),
+                                      Result<uint8_t>::of(changes.hashes, 32).take(),
+                                      Result<uint8_t>::of(changes.tiers).take(), changes.next, changes.lost);
+            },
+            nb::arg("after"), nb::arg("count"), nb::arg("spaces"),
+            nb::sig("def changes(self, after: int, count: int, spaces: _U32) -> tuple[_U32, _U8, _U8, int, int]"))
+        .def(
             "stats",
             [](Index& self) {
                 IndexStats stats;

@@ -148,6 +148,7 @@ uint32_t Index::add_residency(uint32_t entry, uint32_t tier, uint32_t slot, uint
     entries_[entry].set_first(number);
     if (state == State::kReady) {
         entries_[entry].add_tier(tier);
+        log_.add(entries_[entry]);
         ++ready_[tier];
     }
     return number;
@@ -159,6 +160,7 @@ void Index::make_ready(uint32_t residency) {
     Residency& record = residencies_[residency];
     record.state = State::kReady;
     entries_[record.entry].add_tier(record.tier);
+    log_.add(entries_[record.entry]);
     ++ready_[record.tier];
 }
 
@@ -205,6 +207,7 @@ void Index::doom(uint32_t residency) {
     if (record.state == State::kReady) {
         order_.remove(residency);
         entries_[record.entry].drop_tier(record.tier);
+        log_.add(entries_[record.entry]);
         --ready_[record.tier];
     } else {
         drop_pending(residency);

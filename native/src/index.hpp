@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "changes.hpp"
 #include "mixer.hpp"
 #include "records.hpp"
 #include "use_order.hpp"
@@ -125,6 +126,11 @@ class Index {
     // (leases, pending blocks) that ended.
     std::pair<size_t, size_t> expire(double now);
 
+    // From now on changes are logged; the last `capacity` of them can be read. The first call decides.
+    void log_changes(size_t capacity);
+    // Up to `count` changes from number `after` on, of the keyspaces `spaces` (sorted; empty: of all).
+    Changes changes(uint64_t after, size_t count, std::span<const uint32_t> spaces);
+
     Exported export_ready(uint32_t space, uint32_t tier, uint32_t after, size_t count);
     IndexStats stats();
     // Empty, or the first broken invariant.
@@ -195,6 +201,7 @@ class Index {
     std::unordered_map<uint64_t, Lease> leases_;
     uint64_t last_lease_ = 0;
     std::deque<Freed> freed_[kTierCount];
+    ChangeLog log_;
     std::vector<uint32_t> clearing_;  // keyspaces that clear() is walking for
     uint32_t last_generation_ = 0;
     uint64_t ready_[kTierCount] = {};

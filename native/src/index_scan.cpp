@@ -145,8 +145,21 @@ Exported Index::export_ready(uint32_t space, uint32_t tier, uint32_t after, size
     return result;
 }
 
+void Index::log_changes(size_t capacity) {
+    if (capacity == 0) throw std::invalid_argument("capacity must be 1 or more");
+    const std::lock_guard lock(mutex_);
+    log_.begin(capacity);
+}
+
+Changes Index::changes(uint64_t after, size_t count, std::span<const uint32_t> spaces) {
+    if (!std::is_sorted(spaces.begin(), spaces.end())) throw std::invalid_argument("spaces must be sorted");
+    const std::lock_guard lock(mutex_);
+    return log_.read(after, count, spaces);
+}
+
 uint64_t Index::bytes() const {
     uint64_t total = sizeof(Index) + entries_.bytes() + residencies_.bytes() + table_.bytes() + order_.bytes();
+    total += log_.bytes();
     total += pending_.capacity() * sizeof(Pending) + pending_free_.capacity() * sizeof(uint32_t);
     total += found_.capacity() * sizeof(uint32_t);
     for (const std::deque<Freed>& freed : freed_) total += freed.size() * sizeof(Freed);

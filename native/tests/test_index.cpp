@@ -575,6 +575,28 @@ void history(Index& index, uint32_t seed, size_t steps, uint32_t keys) {
 
 }  // namespace
 
+TEST(changes_are_numbered_and_overwritten) {
+    Index index(1);
+    insert(index, range(0, 2), 1, 0);
+    CHECK(index.changes(0, 10, {}).next == 0);  // nothing is logged before it is asked for
+    index.log_changes(4);
+    index.log_changes(100);  // the first call decides
+    insert(index, range(2, 3), 1, 2);
+    Changes changes = index.changes(0, 2, {});
+    CHECK(changes.next == 2 && changes.lost == 0 && changes.hashes.size() == 64);
+    CHECK((changes.tiers == std::vector<uint8_t>{2, 2}));
+    index.remove(kSpace, range(2, 2).span(), 15);
+    changes = index.changes(0, 10, {});  // the first of five is gone
+    CHECK(changes.next == 5 && changes.lost == 1);
+    CHECK((changes.tiers == std::vector<uint8_t>{2, 2, 0, 0}));
+    const std::vector<uint32_t> others = {kSpace + 1, kSpace + 2};
+    changes = index.changes(1, 10, others);
+    CHECK(changes.next == 5 && changes.tiers.empty());
+    CHECK(index.changes(99, 10, {}).next == 5);
+    CHECK(refuses([&] { index.changes(0, 1, std::vector<uint32_t>{2, 1}); }));
+    CHECK(refuses([&] { index.log_changes(0); }));
+}
+
 TEST(random_histories_keep_the_invariants) {
     for (uint32_t seed = 0; seed < 60; ++seed) {
         Index index(seed);

@@ -73,9 +73,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.next_slot = 0
 
-    @initialize(seed=st.integers(0, 2**64 - 1))
-    def create(self, seed: int) -> None:
+    @initialize(
+        seed=st.integers(0, 2**64 - 1),
+        log=st.sampled_from([4, 16, 1024]),
+        followed=st.sampled_from([(), SPACES[:1]]),
+    )
+    def create(self, seed: int, log: int, followed: tuple[int, ...]) -> None:
         self.index = native.Index(seed)
+        self.index.log_changes(log)
+        self.log_size = log
+        self.followed = followed
+        self.next_change = 0
+        self.seen: dict[tuple[int, int], int] = {}
 
     # The model's own steps.
 
@@ -539,6 +548,33 @@ class IndexMachine(RuleBasedStateMachine):
             if cursor == NO_SLOT:
                 break
         assert got == [(r.name, r.slot, r.generation) for r in expected]
+
+    # Following the changes.
+
+    @rule(count=st.integers(1, 6))
+    def follow(self, count: int) -> None:
+        self.read_changes(count)
+
+    def read_changes(self, count: int) -> None:
+        """A follower's copy, by the log alone, or from a look-up where it was overtaken."""
+        spaces, hashes, tiers, following, lost = self.index.changes(
+            self.next_change, count, u32(list(self.followed))
+        )
+        assert len(spaces) == len(hashes) == len(tiers) <= following - self.next_change - lost <= count
+        assert not self.followed or set(spaces.tolist()) <= set(self.followed)
+        self.next_change = following
+        if lost:
+            self.seen = {(r.space, r.name): self.mask(r.space, r.name) for r in self.living.values()}
+        for space, name, mask in zip(spaces.tolist(), hashes[:, -1].tolist(), tiers.tolist(), strict=True):
+            self.seen[space, name] = mask
+
+    @rule()
+    def catch_up(self) -> None:
+        self.read_changes(self.log_size + 10_000)
+        assert not len(self.index.changes(self.next_change, 1, u32([]))[0])
+        for space in self.followed or SPACES:
+            for name in range(NAMES):
+                assert self.seen.get((space, name), 0) == self.mask(space, name)
 
     @invariant()
     def agrees(self) -> None:
