@@ -157,7 +157,7 @@ def header_of(magic: bytes = MAGIC, version: int = VERSION, kind: int = 3, body_
     ("header", "says"),
     [
         (header_of(magic=b"HTTP"), "does not speak this protocol"),
-        (header_of(version=2), "version 2 of the protocol, this one 1: install the same tierkv"),
+        (header_of(version=1), f"version 1 of the protocol, this one {VERSION}: install the same tierkv"),
         (header_of(kind=9999), "unknown kind 9999"),
         (header_of(body_bytes=MAX_BODY_BYTES + 1), "at most"),
         (header_of()[:-1], "header of 23 bytes"),

@@ -28,7 +28,7 @@ from tierkv.errors import ClosedError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec
-from tierkv.store import Match, Query
+from tierkv.store import CHANGES_KEPT, ChangePlace, Changes, Match, Query
 from tierkv.types import BoolArray, HashArray, UInt8Array
 
 _THREADS = 4
@@ -172,6 +172,12 @@ class AsyncAgentStore:
         """As AgentStore.touch."""
         with contextlib.suppress(AgentUnavailable):
             await self._call(self.call_timeout_s, self.client.touch, space, hashes)
+
+    async def changes(
+        self, spaces: Sequence[Keyspace], after: ChangePlace | None = None, count: int = CHANGES_KEPT
+    ) -> Changes:
+        """As AgentStore.changes."""
+        return await self._call(self.call_timeout_s, self.client.changes, spaces, after, count)
 
     # Leases
 

@@ -30,6 +30,7 @@ from tierkv.agent.connection import AgentUnavailable, Connection, answer_of
 from tierkv.agent.moving import Mover
 from tierkv.agent.protocol import (
     MAX_BLOCKS,
+    MAX_CHANGES,
     MAX_TIMEOUT_S,
     MAX_TTL_S,
     MIN_TTL_S,
@@ -41,15 +42,16 @@ from tierkv.errors import ArgumentError, ClosedError, KeyspaceError, TierKVError
 from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec, as_hash_array
-from tierkv.store import Match, Query
+from tierkv.store import ChangePlace, Changes, Match, Query
 from tierkv.store.checks import check_fragments, check_ttl, timeout_or
-from tierkv.types import BlockStatus, BoolArray, HashArray, UInt8Array
+from tierkv.types import HASH_BYTES, BlockStatus, BoolArray, HashArray, UInt8Array
 
 log = logging.getLogger("tierkv.client")
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
+_NO_HASHES = np.empty((0, HASH_BYTES), np.uint8)
 
 
 class AgentStore:
@@ -222,6 +224,23 @@ class AgentStore:
         except TierKVError as error:
             _note(error)  # the order of use is a hint
 
+    def changes(
+        self, spaces: Sequence[Keyspace], after: ChangePlace | None = None, count: int = MAX_CHANGES
+    ) -> Changes:
+        """As Store.changes; AgentUnavailable when the agent cannot be asked. The place is one in the agent's store: if
+        it was restarted, `complete` is false."""
+        for space in spaces:
+            self._checked(space, _NO_HASHES)
+        connection = self.connection()
+        numbers = np.array([self.number(connection, space) for space in spaces], np.uint32)
+        place = (after.feed, after.number) if after is not None else (0, 0)
+        feed, following, complete, positions, hashes, tiers = self._ask(
+            connection.submit(Kind.CHANGES, (numbers, *place, count))
+        )
+        if not len(positions) == len(hashes) == len(tiers) <= count or (positions >= len(spaces)).any():
+            raise TierKVError(f"the agent told of {len(hashes)} changes of {len(spaces)} keyspaces, which do not fit")
+        return Changes(positions, hashes, tiers, ChangePlace(feed, following), bool(complete))
+
     def _ask(self, future: Future[list[Any]], timeout_s: float | None = None) -> list[Any]:
         """The answer; AgentUnavailable if it does not come in time."""
         return answer_of(future, timeout_s or self._call_timeout_s)
@@ -311,7 +330,7 @@ class AgentStore:
 
     def clear(self, space: Keyspace, timeout_s: float = 30.0) -> int:
         """As Store.clear; AgentUnavailable when it was not confirmed."""
-        self._checked(space, np.empty((0, 32), np.uint8))
+        self._checked(space, _NO_HASHES)
         return int(
             self._ask(self.submit(Kind.CLEAR, space, min(timeout_s, MAX_TIMEOUT_S)), timeout_s + 60.0)[0]
         )

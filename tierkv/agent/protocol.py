@@ -4,7 +4,7 @@ A message is a 24-byte header and a body. All numbers are little-endian.
 
     offset  size  field
     0       4     magic          b"TKVA"
-    4       2     version        1
+    4       2     version        2
     6       2     kind           Kind
     8       8     request        chosen by the client, repeated in the answer
     16      4     body bytes
@@ -30,7 +30,7 @@ from tierkv.errors import ArgumentError, TierKVError
 from tierkv.types import HASH_BYTES
 
 MAGIC: Final = b"TKVA"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<4sHHQI")
 _CRC: Final = struct.Struct("<I")
 HEADER_BYTES: Final = HEADER.size + _CRC.size
@@ -40,6 +40,8 @@ _REAL: Final = struct.Struct("<d")
 
 MAX_BLOCKS: Final = 1 << 18
 """Blocks in one message at most."""
+MAX_CHANGES: Final = 1 << 16
+"""Changes in one answer at most."""
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_TEXT_BYTES: Final = 1 << 20
 
@@ -67,6 +69,7 @@ class Kind(IntEnum):
     CLEAR = 14
     FLUSH = 15
     STATS = 16
+    CHANGES = 17
     ANSWER = 64
     """The answer of a request, with the fields of its kind."""
     REFUSAL = 65
@@ -201,6 +204,13 @@ REQUESTS: Final[dict[Kind, tuple[Field, ...]]] = {
     Kind.CLEAR: (_SPACE, _TIMEOUT),
     Kind.FLUSH: (_TIMEOUT,),
     Kind.STATS: (),
+    # feed 0: none yet, only the place from which on to read.
+    Kind.CHANGES: (
+        Array("keyspaces", "<u4", most=1024),
+        Integer("feed"),
+        Integer("after"),
+        Integer("count", 1, MAX_CHANGES),
+    ),
 }
 """The fields of each request, in order."""
 
@@ -232,6 +242,14 @@ ANSWERS: Final[dict[Kind, tuple[Field, ...]]] = {
     Kind.CLEAR: (_COUNT,),
     Kind.FLUSH: (Integer("complete", 0, 1),),
     Kind.STATS: (Text("stats"),),
+    Kind.CHANGES: (
+        Integer("feed", 1),
+        Integer("next"),
+        Integer("complete", 0, 1),
+        Array("positions", "<u4", most=MAX_CHANGES),
+        Array("hashes", "u1", HASH_BYTES, most=MAX_CHANGES),
+        Array("tiers", "u1", most=MAX_CHANGES),
+    ),
 }
 """The fields of each request's answer, in order."""
 

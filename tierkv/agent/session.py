@@ -42,7 +42,7 @@ from tierkv.errors import ArgumentError, KeyspaceError, TierKVError
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec
 from tierkv.memory import slot_bytes_for
-from tierkv.store import Lease, Reservation, Store, StoreStats
+from tierkv.store import ChangePlace, Lease, Reservation, Store, StoreStats
 from tierkv.store.checks import check_part
 from tierkv.types import NO_SLOT, SLOT_GRANULE_BYTES, BlockStatus, SlotArray
 
@@ -161,6 +161,7 @@ class Session:
             Kind.CLEAR: self._clear,
             Kind.FLUSH: self._flush,
             Kind.STATS: self._stats,
+            Kind.CHANGES: self._changes,
         }
 
     @property
@@ -314,6 +315,15 @@ class Session:
         number, reused, hashes = values
         self._store.touch(self._space(number), hashes, reused=bool(reused))
         self._answer(Kind.TOUCH, request)
+
+    def _changes(self, request: int, values: list[Any]) -> None:
+        numbers, feed, after, count = values
+        spaces = [self._space(number) for number in numbers.tolist()]
+        found = self._store.changes(spaces, ChangePlace(feed, after) if feed else None, count)
+        self._answer(
+            Kind.CHANGES, request, found.place.feed, found.place.number, int(found.complete), found.spaces,
+            found.hashes, found.tiers,
+        )  # fmt: skip
 
     # Leases
 

@@ -11,6 +11,7 @@ made; whoever waits on it waits with a deadline and looks again.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ class Core:
         self.config = config
         self.clock = clock
         self.index = Index()
+        self.feed = 1 + secrets.randbelow((1 << 62) - 1)
+        """Names this store's changes, see changes.py."""
         self.pool = CopyPool(config.copy_threads)
         self.counters = Counters()
         self.dram = DramTier(config.dram, copy_pool=self.pool, roster=roster)

@@ -24,6 +24,7 @@ from tierkv.fragments import Fragments
 from tierkv.jobs import Job
 from tierkv.keys import Keyspace, KeyspaceSpec, as_hash_array
 from tierkv.memory import Arena, Roster, slot_bytes_for
+from tierkv.store.changes import CHANGES_KEPT, ChangePlace, Changes, read_changes
 from tierkv.store.checks import check_fragments, check_part, check_ttl, timeout_or
 from tierkv.store.core import LOOKUP_ORDER, Core, log
 from tierkv.store.loading import Loader
@@ -202,6 +203,18 @@ class Store:
         """Makes the blocks of a chain most recently used, its head the most recent. `reused`: as another use of them,
         which second-touch admission asks for."""
         self._core.touch(space, self._checked(space, hashes), reused=reused)
+
+    def changes(
+        self, spaces: Sequence[Keyspace], after: ChangePlace | None = None, count: int = CHANGES_KEPT
+    ) -> Changes:
+        """What came into a tier and what went since `after`, of these keyspaces, `count` changes at most; a place to go
+        on from. None: only that place, from which on nothing is missed.
+
+        To know what is where at any time: take a place, lookup(), then apply changes. Where `complete` is false,
+        changes were lost: look up again. Looks at no more than the latest CHANGES_KEPT changes of all keyspaces.
+        """
+        self._check_open()
+        return read_changes(self._core, spaces, after, count)
 
     # Holding
 
