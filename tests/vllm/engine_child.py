@@ -139,10 +139,18 @@ class EngineServer:
 
         engine_weights.write_checkpoint(Path(directory), **gain)
 
-    def generate(self, prompts: list[list[int]], salt: str | None, **sampling: Any) -> list[dict[str, Any]]:
-        """Runs the prompts together, to their end."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        salt: str | None,
+        adapters: list[dict[str, Any] | None] | None,
+        **sampling: Any,
+    ) -> list[dict[str, Any]]:
+        """Runs the prompts together, to their end. adapters: a LoRA adapter a prompt, None for the base model."""
         given = [_prompt(prompt, salt) for prompt in prompts]
-        return [_answer(one) for one in self._engine.generate(given, _sampling(**sampling), use_tqdm=False)]
+        chosen = None if adapters is None else [_adapter(one) for one in adapters]
+        answers = self._engine.generate(given, _sampling(**sampling), lora_request=chosen, use_tqdm=False)
+        return [_answer(one) for one in answers]
 
     def add(self, request: str, prompt: list[int], salt: str | None, **sampling: Any) -> None:
         """Queues a request; step() runs it."""
@@ -182,6 +190,10 @@ class EngineServer:
         answers, self._finished = self._finished, {}
         return answers
 
+    def add_adapter(self, adapter: dict[str, Any]) -> None:
+        """Has the engine read a LoRA adapter."""
+        self._engine.llm_engine.add_lora(_adapter(adapter))
+
     def abort(self, request: str) -> None:
         """Takes a request back."""
         self._engine.llm_engine.abort_request([request])
@@ -189,6 +201,17 @@ class EngineServer:
     def reset(self, connector: bool) -> bool:
         """Empties the engine's prefix cache; False while blocks are in use."""
         return bool(self._engine.reset_prefix_cache(reset_connector=connector))
+
+    def reset_within(self, timeout_s: float, connector: bool, stepping: bool) -> bool:
+        """Empties the prefix cache as soon as that can be, without a request; False if it cannot be in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.reset(connector):
+            if time.monotonic() > deadline_s:
+                return False
+            if stepping:
+                self._engine.llm_engine.step()
+            time.sleep(0.005)
+        return True
 
     def settle(self, timeout_s: float) -> int:
         """Steps until no block is held any more, which empties the prefix cache; how many rounds it took.
@@ -235,6 +258,12 @@ class EngineServer:
 
 def _prompt(tokens: list[int], salt: str | None) -> dict[str, Any]:
     return {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
+
+
+def _adapter(given: dict[str, Any] | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return None if given is None else LoRARequest(**given)
 
 
 def _sampling(max_tokens: int, **more: Any) -> Any:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +45,9 @@ _ENVIRONMENT = {
 
 Answer = dict[str, Any]
 """tokens: of the first sample; samples: of all; cached: prompt tokens that were not computed; reason: why it ended."""
+
+Adapter = dict[str, Any]
+"""LoRARequest's arguments: lora_name, lora_int_id, lora_path, and what else it takes."""
 
 
 class EngineError(AssertionError):
@@ -130,12 +134,19 @@ class EngineHost:
         max_tokens: int = 8,
         *,
         salt: str | None = None,
+        adapters: Sequence[Adapter | None] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
         **sampling: Any,
     ) -> list[Answer]:
-        """Runs the prompts together to their end, greedily unless told otherwise."""
+        """Runs the prompts together to their end, greedily unless told otherwise. adapters: one a prompt."""
         answers: list[Answer] = self.call(
-            "generate", timeout_s, prompts=prompts, salt=salt, max_tokens=max_tokens, **sampling
+            "generate",
+            timeout_s,
+            prompts=prompts,
+            salt=salt,
+            adapters=adapters,
+            max_tokens=max_tokens,
+            **sampling,
         )
         return answers
 
@@ -169,6 +180,10 @@ class EngineHost:
         answers: dict[str, Answer] = self.call("finish", timeout_s + CALL_TIMEOUT_S, timeout_s=timeout_s)
         return answers
 
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Has the engine read a LoRA adapter."""
+        self.call("add_adapter", adapter=adapter)
+
     def abort(self, request: str) -> None:
         """Takes a request back."""
         self.call("abort", request=request)
@@ -176,6 +191,18 @@ class EngineHost:
     def reset(self, *, connector: bool = False) -> bool:
         """Empties the prefix cache, and the connector's with `connector`; False while blocks are in use."""
         return bool(self.call("reset", connector=connector))
+
+    def reset_within(self, timeout_s: float, *, connector: bool = False, stepping: bool = False) -> bool:
+        """reset() again and again without a request, until it is True; False if that takes too long.
+
+        stepping: step the engine by hand in between, which only one of this very process can.
+        """
+        return bool(
+            self.call(
+                "reset_within", timeout_s + CALL_TIMEOUT_S, timeout_s=timeout_s, connector=connector,
+                stepping=stepping,
+            )
+        )  # fmt: skip
 
     def settle(self, timeout_s: float = 30.0) -> None:
         """Waits until all saves have read their blocks, and empties the engine's prefix cache."""
