@@ -1,7 +1,7 @@
-"""The child of processes.Engine: one process with one vLLM engine, told by lines of JSON on stdin what to do.
+"""The child of processes.Engine: one process with one vLLM engine, told by lines of JSON what to do.
 
-`python -m peers.engine_child REPLIES_FD`. The engine runs in this process, stepped here, so times are those of the
-engine and its connector alone, without a server's sockets.
+`python -m peers.engine_child COMMANDS_FD ANSWERS_FD`. The engine runs in this process, stepped here, so times are those
+of the engine and its connector alone, without a server's sockets.
 """
 
 from __future__ import annotations
@@ -120,11 +120,17 @@ class Commands:
 
 
 def main() -> None:
-    """Answers commands until stdin is closed, then ends the engine."""
+    """Answers commands until their pipe is closed, then ends the engine.
+
+    As tierkv's serve() does, but without tierkv: the other caches are measured in processes of their own.
+    """
     logging.basicConfig(level=logging.INFO)
     commands = Commands()
-    with open(int(sys.argv[1]), "w", encoding="utf-8") as replies:
-        for line in sys.stdin:
+    with (
+        open(int(sys.argv[1]), encoding="utf-8") as lines,
+        open(int(sys.argv[2]), "w", encoding="utf-8") as replies,
+    ):
+        for line in lines:
             command = json.loads(line)
             print(f"--- {command['name']}", flush=True)
             try:

@@ -1,6 +1,6 @@
 """The child of engine_host.py: one process with at most one engine, told by lines of JSON what to do.
 
-`python engine_child.py COMMANDS_FD REPLIES_FD`. Workers of an engine with several processes import this file again, so
+`python engine_child.py COMMANDS_FD ANSWERS_FD`. Workers of an engine with several processes import this file again, so
 nothing heavy happens before main().
 """
 
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import json
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,20 +290,10 @@ def _answer(output: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Answers commands until their pipe is closed, then ends the engine."""
+    from tierkv.adapters.engine_process import serve
+
     server = EngineServer()
-    with (
-        open(int(sys.argv[1]), encoding="utf-8") as commands,
-        open(int(sys.argv[2]), "w", encoding="utf-8") as replies,
-    ):
-        for line in commands:
-            command = json.loads(line)
-            print(f"--- {command['name']}", flush=True)
-            try:
-                reply = {"result": getattr(server, command["name"])(**command["arguments"])}
-            except Exception:
-                reply = {"error": traceback.format_exc()}
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
+    serve(server, int(sys.argv[1]), int(sys.argv[2]))
     server.close()
 
 

@@ -7,13 +7,10 @@ that fails leaves it behind, and the next one gets a fresh one.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +21,10 @@ from typing import Any
 
 from engine_models import MODELS
 
+from tierkv.adapters.engine_process import EngineProcess, log_tail
+
 OPEN_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 120.0
-_END_TIMEOUT_S = 60.0
-_LOG_BYTES = 6000
 _CHILD = Path(__file__).with_name("engine_child.py")
 _ENGINE_CACHE = Path(sys.prefix) / "cache" / "vllm"
 """What vLLM finds out about model classes; to find it out again takes 8 s a model."""
@@ -74,31 +71,18 @@ def tierkv_connector(
     }
 
 
-class EngineHost:
+class EngineHost(EngineProcess):
     """A process for engines, one after the other."""
 
     def __init__(self, directory: Path, *, several_processes: bool = False) -> None:
         self.directory = directory
-        self.log = directory / "engine.log"
         self.description: dict[str, Any] = {}
-        commands_end, self._commands = os.pipe()
-        self._replies, replies_end = os.pipe()
         self._temporary = tempfile.mkdtemp(prefix="tierkv-")  # short, for sockets
         environment = {**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(_ENGINE_CACHE)}
         environment["TMPDIR"] = self._temporary
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if several_processes else "0"
         environment.pop("PYTHONHASHSEED", None)  # as a user's engine runs
-        try:
-            with open(self.log, "ab") as log:
-                self.process = subprocess.Popen(
-                    [sys.executable, str(_CHILD), str(commands_end), str(replies_end)],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, env=environment,
-                    pass_fds=(commands_end, replies_end), start_new_session=True,
-                )  # fmt: skip
-        finally:
-            os.close(commands_end)
-            os.close(replies_end)
-        self._pending = b""
+        super().__init__([sys.executable, str(_CHILD)], directory / "engine.log", environment, directory)
 
     # Engines
 
@@ -234,65 +218,21 @@ class EngineHost:
 
     def call(self, name: str, within_s: float = CALL_TIMEOUT_S, /, **arguments: Any) -> Any:
         """One command of engine_child.EngineServer. EngineError with the end of the log if it fails."""
-        try:
-            os.write(self._commands, json.dumps({"name": name, "arguments": arguments}).encode() + b"\n")
-            reply = json.loads(self._line(name, within_s))
-        except BrokenPipeError:
-            reply = {"error": f"the engine's process has ended: {self.process.poll()}"}
-        if "error" in reply:
-            raise EngineError(f"{name}: {reply['error']}\n--- end of {self.log}:\n{self.log_tail()}")
-        return reply["result"]
+        return super().call(name, within_s, **arguments)
 
-    def _line(self, name: str, timeout_s: float) -> bytes:
-        deadline_s = time.monotonic() + timeout_s
-        poll = select.poll()
-        poll.register(self._replies, select.POLLIN)
-        while b"\n" not in self._pending:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not poll.poll(left_s * 1000):
-                self._tell_stacks()
-                self.kill()
-                raise EngineError(
-                    f"{name} took longer than {timeout_s} s\n--- end of {self.log}:\n{self.log_tail()}"
-                )
-            piece = os.read(self._replies, 1 << 20)
-            if not piece:
-                status = self.process.wait(_END_TIMEOUT_S)
-                raise EngineError(
-                    f"{name}: the process ended with {status}\n--- end of {self.log}:\n{self.log_tail()}"
-                )
-            self._pending += piece
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
+    def failure(self, what: str) -> Exception:
+        return EngineError(f"{what}\n--- end of {self.log}:\n{log_tail(self.log)}")
 
-    def _tell_stacks(self) -> None:
-        """Has every process of the engine write its stacks to the log."""
+    def late(self) -> None:
+        """Has every process of the engine write its stacks to the log, and ends them."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGUSR1)
         time.sleep(1)  # nobody tells when they are written
-
-    def log_tail(self) -> str:
-        """The last lines of what the engine said."""
-        return self.log.read_bytes()[-_LOG_BYTES:].decode(errors="replace")
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can take commands."""
-        return self.process.poll() is None
+        self.kill()
 
     def kill(self) -> None:
-        """Ends the process and those that it started, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(_END_TIMEOUT_S)
+        super().kill()
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def release(self) -> None:
-        """Closes the pipes, at which the process ends by itself. Idempotent."""
-        for end in (self._commands, self._replies):
-            if end >= 0:
-                os.close(end)
-        self._commands = self._replies = -1
 
     def __enter__(self) -> EngineHost:
         return self
@@ -301,14 +241,7 @@ class EngineHost:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes the engine and ends the process; EngineError if it does not end well by itself."""
-        self.release()
-        try:
-            status: int | None = self.process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            status = None
-            self.kill()
+        status = self.end()
         shutil.rmtree(self._temporary, ignore_errors=True)
         if kind is None and status != 0:
-            raise EngineError(
-                f"the engine's process ended with {status}\n--- end of {self.log}:\n{self.log_tail()}"
-            )
+            raise self.failure(f"the engine's process ended with {status}")

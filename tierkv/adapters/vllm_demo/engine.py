@@ -1,6 +1,6 @@
 """The demo's engine: one vLLM in a process of its own, told by lines of JSON what to do.
 
-`python -m tierkv.adapters.vllm_demo.engine MODEL SETTINGS COMMANDS_FD REPLIES_FD`. Runs where vLLM is installed.
+`python -m tierkv.adapters.vllm_demo.engine MODEL SETTINGS COMMANDS_FD ANSWERS_FD`. Runs where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tierkv.adapters.engine_process import serve
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -83,6 +85,9 @@ class Engine:
         )  # fmt: skip
         self._number = 0
 
+    def ready(self) -> None:
+        """Nothing: whoever has this answered knows that the engine is there."""
+
     def turn(self, prompt: list[int], max_tokens: int, salt: str, shared: bool) -> dict[str, Any]:
         """Answers a prompt. ttft_s: until the first token was there; cached: prompt tokens that were not computed.
 
@@ -148,14 +153,8 @@ def main() -> None:
     if len(sys.argv) == 2:
         write_model(Path(model))
         return
-    commands, replies = (int(fd) for fd in sys.argv[3:5])
-    engine = Engine(model, **json.loads(sys.argv[2]))
-    with open(replies, "w", buffering=1) as answer:
-        answer.write(json.dumps("ready") + "\n")
-        with open(commands) as lines:
-            for line in lines:
-                name, arguments = json.loads(line)
-                answer.write(json.dumps(getattr(engine, name)(**arguments)) + "\n")
+    commands, answers = (int(fd) for fd in sys.argv[3:5])
+    serve(Engine(model, **json.loads(sys.argv[2])), commands, answers)
     sys.stdout.flush()
     os._exit(0)  # vLLM's own threads would keep the process for seconds
 

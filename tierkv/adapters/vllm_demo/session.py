@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -22,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tierkv.adapters.engine_process import EngineProcess, log_tail
 from tierkv.adapters.vllm_demo.engine import BLOCK_TOKENS, ENVIRONMENT, SPARE_BLOCKS
 from tierkv.agent.embedded import OwnAgent
 from tierkv.config import DramConfig, NvmeConfig, StoreConfig
@@ -30,7 +29,6 @@ from tierkv.errors import ConfigError, StorageError
 ENGINES = ("A", "B")
 _START_TIMEOUT_S = 300.0
 _TURN_TIMEOUT_S = 300.0
-_END_TIMEOUT_S = 30.0
 _LOG_TAIL_BYTES = 3000
 # -c and not -m: the package is found where this process found it, whatever the working directory holds.
 _BOOT = "import sys, runpy; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
@@ -97,67 +95,31 @@ def find_python(given: str | None) -> str:
     )
 
 
-class _Engine:
-    """An engine's process. StorageError with the end of its log when it fails or takes too long."""
+class _Engine(EngineProcess):
+    """An engine's process."""
+
+    end_timeout_s = 30.0
 
     def __init__(self, name: str, python: str, directory: Path, settings: dict[str, Any]) -> None:
         self.name = name
-        self._log = directory / f"engine-{name}.log"
-        commands, self._commands = os.pipe()
-        self._replies, replies = os.pipe()
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "vllm-cache")}
         environment.pop("PYTHONHASHSEED", None)
-        with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    python, "-P", "-c", _BOOT, _PLACE, _ENGINE_MODULE, str(directory / "model"),
-                    json.dumps(settings), str(commands), str(replies),
-                ],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=(commands, replies),
-            )  # fmt: skip
-        os.close(commands)
-        os.close(replies)
-        self._pending = b""
+        command = [
+            python,
+            "-P",
+            "-c",
+            _BOOT,
+            _PLACE,
+            _ENGINE_MODULE,
+            str(directory / "model"),
+            json.dumps(settings),
+        ]
+        super().__init__(command, directory / f"engine-{name}.log", environment)
 
-    def ready(self) -> None:
-        """Waits until it can be asked."""
-        self._reply(_START_TIMEOUT_S)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """One command's result."""
-        try:
-            os.write(self._commands, json.dumps([name, arguments]).encode() + b"\n")
-        except BrokenPipeError:
-            self._fail("has ended")
-        return self._reply(_TURN_TIMEOUT_S)
-
-    def _reply(self, timeout_s: float) -> Any:
-        deadline_s = time.monotonic() + timeout_s
-        while b"\n" not in self._pending:
-            poll = select.poll()
-            poll.register(self._replies, select.POLLIN)
-            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
-                self._fail(f"did not answer within {timeout_s:g} s")
-            piece = os.read(self._replies, 1 << 20)
-            if not piece:
-                self._fail("has ended")
-            self._pending += piece
-        line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
-
-    def _fail(self, what: str) -> None:
-        tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-        raise StorageError(f"demo vllm: engine {self.name} {what}; the end of its log:\n{tail}")
-
-    def close(self) -> None:
-        """Ends the process."""
-        os.close(self._commands)
-        try:
-            self.process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(_END_TIMEOUT_S)
-        os.close(self._replies)
+    def failure(self, what: str) -> Exception:
+        return StorageError(
+            f"demo vllm: engine {self.name}: {what}; the end of its log:\n{log_tail(self.log)}"
+        )
 
 
 def _write_model(python: str, directory: Path) -> None:
@@ -205,25 +167,25 @@ def run_demo(
         )
         for name in ENGINES:
             engines.append(_Engine(name, python, directory, {"blocks": blocks, "connector": connector}))
-            stack.callback(engines[-1].close)
+            stack.callback(engines[-1].end)
         for engine in engines:
-            engine.ready()
+            engine.call("ready", _START_TIMEOUT_S)
         found = []
         for engine in engines:  # the first call of an engine is slow, whatever it computes
-            engine.call("turn", prompt=[5] * 40, max_tokens=2, salt="warm-up", shared=False)
+            engine.call("turn", _TURN_TIMEOUT_S, prompt=[5] * 40, max_tokens=2, salt="warm-up", shared=False)
         random = np.random.default_rng(7)
         prompt = random.integers(_FIRST_TOKEN, _LAST_TOKEN, first_tokens).tolist()
         for number in range(1, turns + 1):
             engine = engines[(number - 1) % len(engines)]
             arguments = {"prompt": prompt, "max_tokens": answer_tokens}
-            without = engine.call("turn", **arguments, salt="without", shared=False)
-            with_ = engine.call("turn", **arguments, salt="with", shared=True)
-            engine.call("settle")
+            without = engine.call("turn", _TURN_TIMEOUT_S, **arguments, salt="without", shared=False)
+            with_ = engine.call("turn", _TURN_TIMEOUT_S, **arguments, salt="with", shared=True)
+            engine.call("settle", _TURN_TIMEOUT_S)
             found.append(_turn(number, engine.name, len(prompt), with_, without))
             say(_line(found[-1]))
             added = random.integers(_FIRST_TOKEN, _LAST_TOKEN, turn_tokens).tolist()
             prompt = prompt + without["tokens"] + added
-        figures = [engine.call("figures") for engine in engines]
+        figures = [engine.call("figures", _TURN_TIMEOUT_S) for engine in engines]
     return _result(found, figures)
 
 
