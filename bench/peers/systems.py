@@ -22,6 +22,7 @@ from peers import workload
 from peers.processes import BenchError, Engine, Service, free_port
 from peers.results import Answer, Sample
 from peers.workload import BLOCK_TOKENS, Session
+from tierkv.adapters.engine_process import VLLM_ENVIRONMENT
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.agent.embedded import agent_command
 
@@ -32,16 +33,6 @@ _PROBE = Session(4 * BLOCK_TOKENS, 1 << 20)
 """A session that tells whether the engine has its cache again."""
 _WARM_TOKENS = workload.MAX_BATCHED_TOKENS
 """A prompt that an engine runs before anything is measured: the first pass through a model takes seconds."""
-
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_COLOR": "0",
-}
 
 
 @dataclass
@@ -102,7 +93,7 @@ class Bench:
         arguments = workload.engine_arguments(max(self.lengths))
         pool_bytes = arguments["num_gpu_blocks_override"] * BLOCK_TOKENS * workload.KV_BYTES_PER_TOKEN
         given = {
-            **_ENVIRONMENT, **(environment or {}),
+            **VLLM_ENVIRONMENT, **(environment or {}),
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_CPU_KVCACHE_SPACE": str((pool_bytes >> 30) + 1),
             "VLLM_CACHE_ROOT": str(Path(self.python).parent.parent / "cache" / "vllm"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from engine_models import MODELS
 
-from tierkv.adapters.engine_process import EngineProcess, log_tail
+from tierkv.adapters.engine_process import VLLM_ENVIRONMENT, EngineProcess, log_tail
 
 OPEN_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 120.0
@@ -30,14 +30,9 @@ _ENGINE_CACHE = Path(sys.prefix) / "cache" / "vllm"
 """What vLLM finds out about model classes; to find it out again takes 8 s a model."""
 
 _ENVIRONMENT = {
+    **VLLM_ENVIRONMENT,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_COLOR": "0",
 }
 
 Answer = dict[str, Any]

@@ -24,6 +24,16 @@ from typing import Any, Self
 
 from tierkv.errors import StorageError
 
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_COLOR": "0",
+}
+"""For a vLLM that runs in the process that is driven, on any cores, and asks nobody on the network for anything."""
 _LOG_BYTES = 6000
 _KILL_TIMEOUT_S = 60.0
 

@@ -12,16 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tierkv.adapters.engine_process import serve
+from tierkv.adapters.engine_process import VLLM_ENVIRONMENT, serve
 
 ENVIRONMENT = {
+    **VLLM_ENVIRONMENT,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 """What such an engine needs of its environment."""
