@@ -14,7 +14,7 @@ import numpy as np
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.finder import Finder, Search, Spaces
 from tierkv.adapters.vllm.groups import Group, Kind, fails_by_block
-from tierkv.adapters.vllm.identity import EngineFacts, Shard, keyspace_of, shard_of
+from tierkv.adapters.vllm.identity import EngineFacts, Shard, keyspace_of, renewed, shard_of
 from tierkv.adapters.vllm.scheduler import ConnectorScheduler, SchedulerOptions
 from tierkv.adapters.vllm.worker import ConnectorWorker, HostPath
 from tierkv.fragments import Fragments
@@ -202,9 +202,6 @@ class InlineFinder(Finder):
         while self._ended:
             self._ended.popleft().release()
 
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
 
 def facts_of(stage: int, stages: int, tensor: int, tensors: int, **changes: Any) -> EngineFacts:
     """Facts of a rank of the fake engine."""
@@ -235,6 +232,8 @@ class Rig:
             finder, self.counters,
         )  # fmt: skip
         self.scheduler.bind(engine)
+        self.specs: list[list[KeyspaceSpec | None]] = []
+        self.renewal = ""
         self.workers: list[ConnectorWorker] = []
         self.spaces: list[list[Keyspace | None]] = []
         self.memory_of: dict[tuple[bytes, int], tuple[int, int]] = {}
@@ -262,17 +261,38 @@ class Rig:
             spaces.append(space)
             paths.append(HostPath(self.store, space, cache, shard))
             self.memory_of[space.digest, shard.part] = (number, position)
+        specs = [None if space is None else space.spec for space in spaces]
         if tensor == 0:
             self.spaces.append(spaces)
+            self.specs.append(specs)
         else:
             assert self.spaces[stage] == spaces, "the ranks of a stage must come to the same keyspaces"
+
+        def spaces_of(renewal: str) -> list[Keyspace | None]:
+            found = self._opened(specs, renewal)
+            for position, space in enumerate(found):
+                if space is not None:
+                    self.memory_of[space.digest, shards[position].part] = (number, position)
+            return found
+
         self.workers.append(
             ConnectorWorker(
                 self.store, paths, shards, [0 if cache is None else cache.block_bytes for cache in rank.caches],
                 self.counters, load_timeout_s=60, save_timeout_s=60, report_blocks=fails_by_block(self.engine.groups),
-                greeting={(stage, tensor): b"[]"},
+                greeting={(stage, tensor): b"[]"}, spaces_of=spaces_of,
             )
         )  # fmt: skip
+
+    def _opened(self, specs: Sequence[KeyspaceSpec | None], renewal: str) -> list[Keyspace | None]:
+        return [None if spec is None else self.store.open(renewed(spec, renewal)) for spec in specs]
+
+    def clear(self, renewal: str) -> None:
+        """A reset with all that belongs to it, as the connector does it; the old keyspaces' blocks are left."""
+        self.renewal = renewal
+        self.scheduler.begin_clear(renewal)
+        self.spaces = [self._opened(specs, renewal) for specs in self.specs]
+        if isinstance(self.finder, InlineFinder):
+            self.finder.serve_now(self.spaces)
 
     def right_bytes(self, space: Keyspace, name: bytes, part: int) -> bytes:
         """What the store must hold under a hash."""
@@ -291,6 +311,8 @@ class Rig:
             if engine.idle and not engine.pipeline and not scheduler.has_unsent_work():
                 break
             self.let_go()
+            while engine.other_arrives(good=True):
+                pass
             if engine.idle and not scheduler.has_unsent_work():
                 engine.drain()
             else:

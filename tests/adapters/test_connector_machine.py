@@ -57,6 +57,9 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.rig, self.store, self.finder = self.context.__enter__()
         self.engine = self.rig.engine
         self.all: list[FakeRequest] = []
+        self.resets = 0
+        self.new_spaces: set[bytes] = set()
+        """The digests of keyspaces that must be empty."""
         self.faults = False
         """Whether blocks went that were promised, or loads were made to fail."""
 
@@ -142,9 +145,21 @@ class ConnectorMachine(RuleBasedStateMachine):
             if block.ref_cnt == 0:
                 self.engine.block_pool.forget(block)
 
+    @rule(loads=st.booleans())
+    def another_connector_is_chosen(self, loads: bool) -> None:
+        self.engine.choose_other, self.engine.other_loads = True, loads
+
+    @rule(good=st.booleans())
+    def another_connector_has_loaded(self, good: bool) -> None:
+        self.engine.other_arrives(good=good)
+
     @rule()
-    def another_connector_is_chosen(self) -> None:
-        self.engine.choose_other = True
+    def another_connector_loads_and_the_client_goes(self) -> None:
+        self.forget_locally()
+        self.another_connector_is_chosen(True)
+        self.arrive(50, [], 2, 0, 0, 1, {})
+        self.go_on(2, False, 1)
+        self.abort_in_load(0)
 
     @rule(answers=st.booleans())
     def look_ups(self, answers: bool) -> None:
@@ -182,24 +197,33 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.finder.close(search)
         self.finder.release_ended()
 
-    @rule(blocks=st.booleans())
-    def clear(self, blocks: bool) -> None:
-        self.faults = True  # what is being loaded goes too
-        self.engine.reset()
-        self.rig.scheduler.begin_clear()
-        self.store.blocks.clear()
-        if blocks:
-            self.store.advance()
-            self.engine.step()
-        self.rig.scheduler.end_clear()
+    @rule(forgets=st.booleans(), clears=st.booleans())
+    def clear(self, forgets: bool, clears: bool) -> None:
+        """A reset. Until the engine has forgotten its own prefix cache too, nothing is saved under the new names."""
+        self.resets += 1
+        pool = self.engine.block_pool
+        clean = (forgets and self.engine.reset()) or not (
+            pool.used or any(block.names for block in pool.blocks)
+        )
+        self.rig.clear(f"reset {self.resets}")
+        if clears:
+            self.faults = True  # what is being loaded goes too
+            self.store.blocks.clear()
+        self.new_spaces = (
+            set() if clean else {space.digest for spaces in self.rig.spaces for space in spaces if space}
+        )
+
+    @rule()
+    def engine_forgets(self) -> None:
+        if self.engine.reset():
+            self.new_spaces = set()
 
     @invariant()
-    def what_is_stored_is_right(self) -> None:
-        scheduler = getattr(self, "rig", None) and self.rig.scheduler
-        if scheduler:
-            assert scheduler.held_blocks >= 0
-            if scheduler.clearing:
-                scheduler.end_clear()
+    def nothing_is_saved_from_before_a_reset(self) -> None:
+        if hasattr(self, "rig"):
+            assert self.rig.scheduler.held_blocks >= 0
+            assert not any(digest in self.new_spaces for digest, _ in self.store.blocks)
+            self.rig.scheduler.end_clear()
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -76,10 +77,11 @@ def test_what_cannot_be_told(tmp_path: Path) -> None:
 
 @given(
     hashes=st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=20, unique=True),
-    keys=st.lists(st.binary(min_size=32, max_size=32), min_size=2, max_size=2, unique=True),
+    forms=st.lists(st.binary(max_size=8), min_size=2, max_size=2, unique=True),
 )
-def test_rekeyed(hashes: list[bytes], keys: list[bytes]) -> None:
+def test_rekeyed(hashes: list[bytes], forms: list[bytes]) -> None:
     """Each key names each block apart, by the block alone: growing the list changes no name."""
+    keys = [hashlib.sha256(form).digest() for form in forms]
     rows = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
     first, second = (rekeyed(rows, key) for key in keys)
     assert first.shape == second.shape == rows.shape

@@ -18,10 +18,6 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 4,
 """One place more than there are adapters: vLLM 0.32's kernels for CPU give tokens of the base model the last place's
 weights when they are in one batch with tokens of an adapter, so that place must stay empty."""
 RANK = 4
-BY_PATH_ONLY = pytest.mark.xfail(
-    strict=True, raises=AssertionError,
-    reason="blocks of an adapter are named by its name and path alone, so those of other weights there are found",
-)  # fmt: skip
 ANSWER_TOKENS = 8
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
@@ -136,7 +132,6 @@ def test_each_adapter_finds_its_own(engine: EngineHost, agent: AgentProcess, tmp
     assert hits(engine, prompts, elsewhere, other) == 0, "the name stands for other weights here"
 
 
-@BY_PATH_ONLY
 def test_other_weights_at_the_same_path(engine: EngineHost, agent: AgentProcess, tmp_path: Path) -> None:
     """vLLM's block hash holds an adapter's name and path only; the weights there may be new ones."""
     prompts = prompts_of("same path", 400)
@@ -158,7 +153,6 @@ def test_other_weights_at_the_same_path(engine: EngineHost, agent: AgentProcess,
     assert hits(engine, prompts, same, new) == 384
 
 
-@BY_PATH_ONLY
 def test_adapter_changes_under_an_engine(engine: EngineHost, agent: AgentProcess, tmp_path: Path) -> None:
     """Weights that are written while an engine serves the ones before: neither finds the other's blocks, nor stores
     its own under the other's name."""
@@ -183,7 +177,6 @@ def test_adapter_changes_under_an_engine(engine: EngineHost, agent: AgentProcess
     assert hits(engine, prompts, same, new[0]) == 384
 
 
-@BY_PATH_ONLY
 def test_read_before_it_changed(engine: EngineHost, agent: AgentProcess, tmp_path: Path) -> None:
     """Weights that the engine has read before they changed, and that no request was seen with until then."""
     prompts = prompts_of("read before", 400)

@@ -14,6 +14,7 @@ Thread safety: every method may be called from any thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -78,6 +79,7 @@ class AgentStore:
         self._save_timeout_s = save_timeout_s
         self._lock = threading.Lock()
         self._spaces: dict[bytes, Keyspace] = {}
+        self._numbers = itertools.count(1)
         self._closing = threading.Event()
         self._lost = threading.Event()
         self._connection: Connection | None = Connection(path, self._name, self._lose)
@@ -179,12 +181,18 @@ class AgentStore:
         spec.validate()
         digest = spec.digest()
         with self._lock:
-            space = self._spaces.get(digest)
-            if space is None:
-                space = Keyspace(spec, digest, len(self._spaces) + 1)
+            space = self._spaces.get(digest) or Keyspace(spec, digest, next(self._numbers))
         self.number(self.connection(), space)  # the agent refuses what it cannot hold
         with self._lock:
             return self._spaces.setdefault(digest, space)
+
+    def expect(self, spec: KeyspaceSpec) -> Keyspace:
+        """As open(), but asks the agent only when the keyspace is used: what it refuses then has misses only."""
+        self._check_open()
+        spec.validate()
+        digest = spec.digest()
+        with self._lock:
+            return self._spaces.setdefault(digest, Keyspace(spec, digest, next(self._numbers)))
 
     def match(self, space: Keyspace, hashes: HashArray) -> Match:
         """As Store.match; nothing while the agent cannot be asked."""
@@ -238,7 +246,9 @@ class AgentStore:
             connection.submit(Kind.CHANGES, (numbers, *place, count))
         )
         if not len(positions) == len(hashes) == len(tiers) <= count or (positions >= len(spaces)).any():
-            raise TierKVError(f"the agent told of {len(hashes)} changes of {len(spaces)} keyspaces, which do not fit")
+            raise TierKVError(
+                f"the agent told of {len(hashes)} changes of {len(spaces)} keyspaces, which do not fit"
+            )
         return Changes(positions, hashes, tiers, ChangePlace(feed, following), bool(complete))
 
     def _ask(self, future: Future[list[Any]], timeout_s: float | None = None) -> list[Any]:

@@ -133,6 +133,9 @@ class _Path:
 
     save = load
 
+    def renewed(self, space: Keyspace) -> _Path:
+        return self
+
 
 class _Request:
     """What the connector reads of a request."""
@@ -207,7 +210,7 @@ def _rig(count: int, *, has: bool) -> Iterator[_Rig]:
     scheduler = ConnectorScheduler(options, finder, counters)
     worker = ConnectorWorker(
         store, [_Path()] * count, [Shard(1, 0, True)] * count, [4096] * count, counters, load_timeout_s=30.0,
-        save_timeout_s=30.0, report_blocks=count == 1, greeting={},
+        save_timeout_s=30.0, report_blocks=count == 1, greeting={}, spaces_of=lambda renewal: [space] * count,
     )  # fmt: skip
     rig = _Rig(scheduler, worker, finder, groups)
     scheduler.bind(

@@ -8,10 +8,10 @@ What it does as vLLM does: chunked prefill, decoding with and without drafts, gr
 windows that give up blocks, exact recurrent states that are handed over, a prefix cache of its own, preemption, aborts
 in any state, one step of pipeline (a step is scheduled before the outcome of the one before is known), several ranks
 whose reports are merged, failed loads by request and by block, synchronous and asynchronous loads, request ids that are
-used again, and another connector that is chosen although ours offered something.
+used again, and another connector that is chosen although ours offered something, and that loads or does not.
 
-What it does better than vLLM: when a synchronous load has failed, what stands on it is forgotten by the prefix cache
-and computed again by each request that has it.
+What it does better than vLLM: when a synchronous load has failed, what stands on it is computed again by each request
+that has it.
 
 Order of the connector's calls: matched_tokens, allocated, step; on the workers start_loads (before the forward pass if
 the step waits for them, else after), start_saves, poll, take_bad_blocks, take_report; finished, reported.
@@ -52,6 +52,10 @@ class SchedulerSide(Protocol):
 
     def frees_blocks_soon(self) -> bool: ...
 
+    def before_reset(self) -> None: ...
+
+    def was_reset(self) -> None: ...
+
 
 class WorkerSide(Protocol):
     """What the engine's workers call."""
@@ -88,6 +92,10 @@ class FakeEngine:
         self._preempted: set[str] = set()
         self.choose_other = False
         """Whether another connector is chosen for the next request that ours offers something for."""
+        self.other_loads = False
+        """Whether that one loads what ours offered, asynchronously; else it has nothing."""
+        self._others: list[FakeRequest] = []
+        """Those whose load by the other connector is under way."""
         self.offered = 0
         """Tokens that the connector offered."""
         self._offers: dict[str, list[tuple[int, int, int]]] = {}
@@ -101,6 +109,11 @@ class FakeEngine:
     def get_blocks(self, request_id: str) -> Any:
         """The block tables of a request."""
         return SimpleNamespace(blocks=tuple(self.requests[request_id].tables))
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """The engine's own prefix cache no longer knows these blocks."""
+        for block_id in block_ids:
+            self.block_pool.forget(self.block_pool.blocks[block_id])
 
     # Requests
 
@@ -130,7 +143,31 @@ class FakeEngine:
 
     def reset(self) -> bool:
         """Forgets the engine's own prefix cache; False while blocks are in use."""
-        return self.block_pool.reset()
+        self.connector.before_reset()
+        done = self.block_pool.reset()
+        if done:
+            self.connector.was_reset()
+        return done
+
+    def other_arrives(self, *, good: bool) -> bool:
+        """The oldest load by the other connector ends; False if there is none."""
+        if not self._others:
+            return False
+        request = self._others.pop(0)
+        if good:
+            self.forward.receive(request, request.num_computed_tokens)
+        if request.ended:
+            self._free(request)
+            del self.requests[request.request_id]
+        elif good:
+            request.load_ended = True
+        elif self.shape.recompute:
+            request.num_computed_tokens = 0
+            request.load_ended = request.load_failed = True
+        else:
+            request.load_ended = True
+            self._end(request, Status.FAILED)
+        return True
 
     def _end(self, request: FakeRequest, status: Status) -> None:
         if request.ended:
@@ -303,7 +340,7 @@ class FakeEngine:
 
     def _admit(self, request: FakeRequest, plan: Plan, budget: int) -> int | None:
         """Tokens that a waiting request computes in this step; None when there is no room for it."""
-        external, waits = 0, False
+        external, waits, theirs = 0, False, False
         adopted: list[list[FakeBlock]] | None = None
         local = 0
         if request.num_computed_tokens == 0:
@@ -317,7 +354,8 @@ class FakeEngine:
             self.offered += found
             if found and self.choose_other:
                 self.choose_other = False
-                found, waits = 0, False
+                theirs = self.other_loads and waits
+                found, waits = (found, True) if theirs else (0, False)
             external = found
             waits = waits and external > 0
         start = request.num_computed_tokens + local + external
@@ -327,14 +365,19 @@ class FakeEngine:
             count = self._aligned(request, start, count)
             if count <= 0:
                 return None
+        if waits and not self._may_load(request):
+            return None
         if not self._allocate(request, count, adopted, local, external, delay_names=waits):
             return None
-        self.connector.allocated(request, self.get_blocks(request.request_id), external)
+        ours = 0 if theirs else external
+        self.connector.allocated(request, self.get_blocks(request.request_id), ours)
         if adopted is not None:
-            request.external_tokens = external
+            request.external_tokens = ours
         request.num_computed_tokens = start
         if waits:
             request.status = Status.LOADING
+            if theirs:
+                self._others.append(request)
             return 0
         self.waiting.remove(request)
         self.running.append(request)
@@ -346,6 +389,22 @@ class FakeEngine:
         request.placeholders = 0
         self._plan(plan, request, count, 0)
         return count
+
+    def _may_load(self, request: FakeRequest) -> bool:
+        """Whether a load may hold blocks: only if its request, and all that are on their way, can get all they need."""
+        on_their_way = [
+            other
+            for other in [*self.running, *self.waiting]
+            if other.tables and other.num_computed_tokens < other.num_tokens
+        ]
+        needed = [(other, other.tables) for other in on_their_way if other is not request]
+        needed.append((request, [[] for _ in self.groups]))
+        reserved = sum(
+            max(0, ceil(other.num_tokens + self.shape.drafts, group.block_tokens) - len(table))
+            for other, tables in needed
+            for group, table in zip(self.groups, tables, strict=True)
+        )
+        return len(needed) == 1 or reserved <= self.block_pool.free
 
     # Blocks
 
@@ -541,10 +600,6 @@ class FakeEngine:
             if request.status is Status.LOADING:
                 request.load_failed = True
                 continue
-            for block in table[first:]:
-                if not block.is_null:
-                    self.block_pool.forget(block)
-            request.named[0] = min(request.named[0], first)
             request.placeholders = 0
             request.stale_tokens = request.num_in_flight_tokens
             request.drop_stale = True

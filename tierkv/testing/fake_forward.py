@@ -133,6 +133,21 @@ class Forward:
                     digests = request.sequence.digests[last : last + 1]
                     rank.write(position, block.block_id, last % group.block_tokens, digests)
 
+    def receive(self, request: FakeRequest, tokens: int) -> None:
+        """Another connector brings what the first `tokens` tokens of a request are to hold."""
+        digests = request.sequence.digests
+        for rank in self.ranks:
+            for position, group in enumerate(self.groups):
+                size = group.block_tokens
+                for index, block in enumerate(request.tables[position]):
+                    first, end = index * size, min(tokens, (index + 1) * size)
+                    if block.is_null or end <= first:
+                        continue
+                    if group.kind is not Kind.RECURRENT:
+                        rank.write(position, block.block_id, 0, digests[first:end])
+                    elif end == tokens:
+                        rank.write_state(position, block.block_id, digests[end - 1])
+
     def check(self, request: FakeRequest, tokens: int, what: str) -> None:
         """Every block that the engine may still use holds the right bytes."""
         digests = request.sequence.digests

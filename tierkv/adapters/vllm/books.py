@@ -14,6 +14,7 @@ import numpy as np
 
 from tierkv.adapters.vllm.finder import Search
 from tierkv.adapters.vllm.groups import Group, Kind
+from tierkv.adapters.vllm.lora import Adapter, rekeyed
 from tierkv.keys import pack_hashes
 from tierkv.types import HASH_BYTES, BoolArray, HashArray
 
@@ -25,19 +26,23 @@ class RequestState:
     """One request, as long as the engine knows it."""
 
     __slots__ = (
-        "_hashed", "_last_hash", "_prompt", "_rooms", "asked", "hashes", "hold_until_step", "never_save",
-        "next_block", "next_tokens", "no_load", "no_save", "request", "search", "stored", "tails", "taken_in",
+        "_hashed", "_last_hash", "_prompt", "_rooms", "adapter", "asked", "awaits", "hashes", "hold_until_step",
+        "never_save", "next_block", "next_tokens", "no_load", "no_save", "request", "search", "stored", "tails",
+        "taken_in",
     )  # fmt: skip
 
-    def __init__(self, request: Any, groups: int) -> None:
+    def __init__(self, request: Any, groups: int, adapter: Adapter | None = None) -> None:
+        """adapter: the LoRA adapter of a request that has one; without it, such a request is left alone."""
         self.request = request
+        self.adapter = adapter
         self.hashes: list[HashArray] = [_NONE] * groups
-        """For each group (n, 32): the hashes of its whole blocks so far."""
+        """For each group (n, 32): the engine's hashes of its whole blocks so far."""
         self.search: Search | None = None
         wishes = _wishes(request)
-        self.no_load = wishes.get("load") is False
+        unknown = adapter is None and getattr(request, "lora_request", None) is not None
+        self.no_load = unknown or wishes.get("load") is False
         """The request does not want to be loaded, or that failed, or took too long: it is computed."""
-        self.never_save = wishes.get("save") is False
+        self.never_save = unknown or wishes.get("save") is False
         """The request does not want to be saved."""
         self.no_save = self.never_save
         """What it has computed so far stands on a cache that was cleared since, or is not to be saved at all."""
@@ -45,6 +50,9 @@ class RequestState:
         """Its blocks wait to be saved until this step's outcome is known."""
         self.taken_in = False
         """The engine has given it blocks that others had, and nothing of it has been considered since."""
+        self.awaits = False
+        """Nothing of it was computed since the engine gave it blocks: what they are to hold may be still to come,
+        through whatever connector."""
         self.tails: list[dict[int, tuple[bytes, Any]]] = [{} for _ in range(groups)]
         """For each group: block index -> (hash, held block) of what a resume at the request's end may need."""
         self._hashed = 0
@@ -114,6 +122,10 @@ class RequestState:
         else:
             room[have:count] = pack_hashes(new)
         return room[:count]
+
+    def names(self, hashes: HashArray) -> HashArray:
+        """What the store calls blocks of this request, (n, 32): by more than the engine's hashes under an adapter."""
+        return hashes if self.adapter is None else rekeyed(hashes, self.adapter.key)
 
     def prompt_boundaries(self, step_tokens: int, margin_tokens: int) -> list[int]:
         """Where the request's prompt can be resumed: by one that goes on, and by one that repeats it."""
@@ -196,6 +208,10 @@ class SaveBook:
     def busy(self) -> bool:
         """Whether jobs are under way."""
         return bool(self._jobs)
+
+    def busy_until(self, job: int) -> bool:
+        """Whether jobs are under way whose number is not above `job`."""
+        return any(number <= job for number in self._jobs)
 
     @property
     def held_blocks(self) -> int:

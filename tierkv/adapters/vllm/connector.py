@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,15 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tierkv.adapters.vllm import compat
+from tierkv.adapters.vllm import compat, hooks
 from tierkv.adapters.vllm.announce import Announcer
 from tierkv.adapters.vllm.attach import attach, process_name
+from tierkv.adapters.vllm.clearing import Clearer
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.events import EventLog
 from tierkv.adapters.vllm.finder import Finder, Spaces
 from tierkv.adapters.vllm.groups import fails_by_block
-from tierkv.adapters.vllm.identity import Shard, keyspace_of, shard_of
+from tierkv.adapters.vllm.identity import Shard, keyspace_of, renewed, shard_of
 from tierkv.adapters.vllm.layout import describe_group
+from tierkv.adapters.vllm.lora import AdapterBook
 from tierkv.adapters.vllm.messages import StepOrders, WorkerReport
 from tierkv.adapters.vllm.scheduler import ConnectorScheduler, SchedulerOptions
 from tierkv.adapters.vllm.settings import read_settings
@@ -45,7 +49,7 @@ from tierkv.keys import Keyspace, KeyspaceSpec
 
 log = logging.getLogger("tierkv.vllm")
 
-_CLEAR_TIMEOUT_S = 30.0
+_CLEAR_WAIT_S = 10.0
 _DRAIN_TIMEOUT_S = 5.0
 _SOURCES = {
     "dram": CacheHitSource.HOST,
@@ -116,7 +120,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._specs: dict[tuple[int, int], list[KeyspaceSpec | None]] = {}
-        self._spaces: Spaces = ()
+        self._renewal = ""
+        self._given_up: list[Keyspace] = []
+        """Those that were in use before a reset, and that saves may still be under way to."""
         scheduling = role == KVConnectorRole.SCHEDULER
         name = "scheduler" if scheduling else f"worker {vllm_config.parallel_config.rank}"
         self._counters = Counters(name)
@@ -143,9 +149,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             lookup_timeout_s=settings.lookup_timeout_s,
         )
         self._finder = Finder(self._store, self._groups, settings.lease_s, settings.min_load_tokens)
+        self._clearer = Clearer(self._store)
         self._events = EventLog.from_config(vllm_config, kv_cache_config)
-        announcer = Announcer(self._events, self._groups) if self._events.enabled else None
-        self._scheduler = ConnectorScheduler(options, self._finder, self._counters, announcer)
+        announcer = Announcer(self._events, self._groups, self._store) if self._events.enabled else None
+        self._announcer = announcer
+        adapters = AdapterBook(hooks.adapter_settings(vllm_config))
+        self._scheduler = ConnectorScheduler(options, self._finder, self._counters, announcer, adapters)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -186,8 +195,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(
             self._store, paths, shards, sizes, self._counters,
             load_timeout_s=self._settings.load_timeout_s, save_timeout_s=self._settings.save_timeout_s,
-            report_blocks=self._by_block, greeting=self._greetings,
+            report_blocks=self._by_block, greeting=self._greetings, spaces_of=partial(self._expect, specs),
+            adapters=hooks.loaded_adapters(self._vllm_config),
         )  # fmt: skip
+
+    def _expect(self, specs: Sequence[KeyspaceSpec | None], renewal: str) -> list[Keyspace | None]:
+        """The keyspaces of a renewal, without asking the agent."""
+        return [None if spec is None else self._store.expect(renewed(spec, renewal)) for spec in specs]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's keyspaces, for the scheduler side."""
@@ -201,7 +215,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         """Begins this step's loads."""
         orders = self._orders()
-        if orders is not None and orders.loads and self._worker is not None:
+        if orders is not None and self._worker is not None:
             self._worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -248,6 +262,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
+            hooks.watch_resets(kv_cache_manager, self._scheduler.before_reset, self._scheduler.was_reset)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """The workers' keyspaces, of a single pipeline stage."""
@@ -282,13 +297,28 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open_spaces(self) -> Spaces:
         """Opens the keyspaces of all stages; AgentUnavailable while the agent is away."""
+        renewal = self._renewal
 
         def opened(spec: KeyspaceSpec | None) -> Keyspace | None:
-            return None if spec is None else self._store.open(spec)
+            return None if spec is None else self._store.open(renewed(spec, renewal))
 
-        stages = range(self._vllm_config.parallel_config.pipeline_parallel_size)
-        self._spaces = tuple(tuple(opened(spec) for spec in self._specs[stage, 0]) for stage in stages)
-        return self._spaces
+        spaces = tuple(tuple(opened(spec) for spec in specs) for specs in self._stages())
+        if self._announcer is not None and renewal == self._renewal:
+            self._announcer.serve(spaces)
+        return spaces
+
+    def _stages(self) -> list[list[KeyspaceSpec | None]]:
+        """The groups' keyspaces of each pipeline stage, as they were at the start."""
+        return [
+            self._specs[stage, 0] for stage in range(self._vllm_config.parallel_config.pipeline_parallel_size)
+        ]
+
+    def _used_spaces(self) -> list[Keyspace]:
+        """All keyspaces that are in use now; none before they are known."""
+        if self._scheduler is None or not self._scheduler.serving:
+            return []
+        found = [space for specs in self._stages() for space in self._expect(specs, self._renewal)]
+        return [space for space in found if space is not None]
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -338,8 +368,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.report.greetings:
             self._greet(metadata.report.greetings)
         self._scheduler.reported(metadata.report)
-        if self._scheduler.clearing and self._scheduler.end_clear():
-            self._finder.run(self._clear_again)
+        if self._scheduler.end_clear():  # what was still being saved at the last reset is there now
+            self._clearer.clear(self._given_up, 0.0)
+            self._given_up = []
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(
@@ -365,29 +396,16 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool:
-        """Forgets this engine's keyspaces, in every tier and on every node that shares one."""
+        """Clears the keyspaces that were used so far, in every tier and on every node that shares one, and goes on with
+        others: the engine may have other weights now. False if the agent has not confirmed it yet; it is tried on."""
         if self._scheduler is None:
             return False
-        self._scheduler.begin_clear()
-        self._finder.pause(True)
-        done = self._clear()
-        if self._scheduler.end_clear():
-            self._finder.pause(False)
-        return done  # saves from before that are still under way: they end, and all is cleared once more
-
-    def _clear(self) -> bool:
-        if not self._store.attached:
-            log.warning("the cache is not cleared: the agent is away")
-            return False
-        for stage in self._spaces:
-            for space in stage:
-                if space is not None:
-                    self._store.clear(space, _CLEAR_TIMEOUT_S)
-        return True
-
-    def _clear_again(self) -> None:
-        self._clear()
-        self._finder.pause(False)
+        self._given_up += self._used_spaces()
+        self._renewal = secrets.token_hex(8)
+        self._scheduler.begin_clear(self._renewal)
+        if self._scheduler.serving:
+            self._finder.serve(self._open_spaces)
+        return self._clearer.clear(self._given_up, _CLEAR_WAIT_S)
 
     def take_events(self) -> Iterable[Any]:
         """KV cache events for routers."""
@@ -421,6 +439,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._paths.close(_DRAIN_TIMEOUT_S)
         if self._scheduler is not None:
             self._finder.stop()
+            self._clearer.stop()
+            if self._announcer is not None:
+                self._announcer.close()
         self._store.close()
 
 

@@ -7,11 +7,14 @@ by `medium` (CPU for DRAM, STORAGE for NVMe and shared filesystems), `locality` 
 The stream is advice: what does not fit the bound is left out, newest stores first, so that what was told of a prefix
 stays a prefix. Removals are kept before stores.
 
-Thread safety: an EventLog belongs to the scheduler's thread.
+Thread safety: describe() and take() are for the scheduler's thread, stored() and removed() for one other; cleared()
+must not be called while one of these runs.
 """
 
 from __future__ import annotations
 
+import threading
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,6 +110,7 @@ class EventLog:
         self._groups = {group.index: group for group in groups}
         self._hash_bytes = hash_bytes
         self._max_blocks = max_pending_blocks
+        self._lock = threading.Lock()
         self._pending: deque[KVCacheEvent] = deque()
         self._pending_blocks = 0
 
@@ -141,7 +145,7 @@ class EventLog:
         block_tokens = self._groups[group].block_tokens
         start = first_block * block_tokens
         end = start + len(hashes) * block_tokens
-        token_ids = list(request.all_token_ids[start:end])
+        token_ids = array("i", request.all_token_ids[start:end])
         if len(token_ids) != end - start:
             raise ArgumentError(
                 f"describe: request {request.request_id} has {len(request.all_token_ids)} tokens, "
@@ -170,9 +174,7 @@ class EventLog:
         if mask.shape != (count,):
             raise ArgumentError(f"stored: kept has shape {mask.shape}, the run {count} blocks")
         for start, end in _stretches(mask):
-            room = self._max_blocks - self._pending_blocks
-            last = min(end, start + room)
-            self.dropped_blocks += end - last
+            last = start + self._fitting(end - start)
             if last == start:
                 continue
             extra = run.extra_keys[start:last] if run.extra_keys is not None else None
@@ -199,9 +201,9 @@ class EventLog:
         if not self.enabled or not len(hashes):
             return
         medium, locality, ownership = _place(tier)
-        self._make_room(len(hashes))
-        fits = min(len(hashes), self._max_blocks - self._pending_blocks)
-        self.dropped_blocks += len(hashes) - fits
+        with self._lock:
+            self._make_room(len(hashes))
+        fits = self._fitting(len(hashes))
         if not fits:
             return
         event = BlockRemoved(
@@ -217,22 +219,32 @@ class EventLog:
         """All blocks are gone, with the engine's own: vLLM's event has no medium. What was pending is moot."""
         if not self.enabled:
             return
-        self._pending.clear()
-        self._pending_blocks = 0
-        self._append(AllBlocksCleared(), 0)
+        with self._lock:
+            self._pending.clear()
+            self._pending_blocks = 0
+            self._pending.append(AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in order."""
-        events = list(self._pending)
-        self._pending.clear()
-        self._pending_blocks = 0
+        with self._lock:
+            events = list(self._pending)
+            self._pending.clear()
+            self._pending_blocks = 0
         return events
 
     # Inside
 
+    def _fitting(self, blocks: int) -> int:
+        """How many of so many blocks may be told of in the event that is appended next: nobody else appends."""
+        with self._lock:
+            fits = min(blocks, self._max_blocks - self._pending_blocks)
+        self.dropped_blocks += blocks - fits
+        return fits
+
     def _append(self, event: KVCacheEvent, blocks: int) -> None:
-        self._pending.append(event)
-        self._pending_blocks += blocks
+        with self._lock:
+            self._pending.append(event)
+            self._pending_blocks += blocks
 
     def _make_room(self, wanted: int) -> None:
         """Gives up pending stores, newest first, until `wanted` more blocks fit or only other events are left."""
@@ -275,6 +287,12 @@ def _stretches(mask: BoolArray) -> Iterator[tuple[int, int]]:
 
 def _extra_keys(request: Request, start: int, end: int, block_tokens: int) -> list[tuple[Any, ...] | None]:
     """What besides the tokens went into each block's hash, as vLLM's own events tell it; None where nothing did."""
+    if not (
+        request.mm_features or request.lora_request or getattr(request, "prompt_embeds", None) is not None
+    ):
+        # All that is left is a salt, which goes into the first block: no need to ask for each.
+        first, _ = generate_block_hash_extra_keys(request, start, start + block_tokens, 0)
+        return [first] + [None] * ((end - start) // block_tokens - 1)
     multimodal = 0
     found: list[tuple[Any, ...] | None] = []
     for block_start in range(start, end, block_tokens):

@@ -88,8 +88,6 @@ class Finder:
         self._spaces: Spaces | None = None
         self._open_spaces: Callable[[], Spaces] | None = None
         self._open_at_s = 0.0
-        self._paused = False
-        self._work: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._queue: deque[Search] = deque()
         self._ended: deque[LeaseCalls] = deque()
@@ -105,24 +103,15 @@ class Finder:
         It is called on the finder's thread, again and again until the store can be asked.
         """
         with self._condition:
-            self._open_spaces = open_spaces
+            self._open_spaces, self._spaces = open_spaces, None
+            self._open_at_s = 0.0
             self._condition.notify()
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Has the thread do something else; searches that are queued come first."""
-        with self._condition:
-            self._work.append(work)
-            self._condition.notify()
-
-    def pause(self, paused: bool) -> None:
-        """While paused, searches find nothing."""
-        self._paused = paused
 
     @property
     def ready(self) -> bool:
         """Whether a search could find anything now. The keyspaces that wait to be opened are before it is begun."""
         known = self._spaces is not None or self._open_spaces is not None
-        return known and not self._paused and self._store.attached
+        return known and self._store.attached
 
     def submit(self, search: Search) -> bool:
         """Queues a search; False, and it is done without a result, when there is no place."""
@@ -176,16 +165,14 @@ class Finder:
     def _run(self) -> None:
         while True:
             with self._condition:
+                wake_s = min(self._extend_at_s, self._open_at_s or self._extend_at_s)
                 self._condition.wait_for(
-                    lambda: self._queue or self._ended or self._work or self._closing or self._open_now(),
-                    max(
-                        0.01, min(self._extend_at_s, self._open_at_s or self._extend_at_s) - time.monotonic()
-                    ),
+                    lambda: self._queue or self._ended or self._closing or self._open_now(),
+                    max(0.01, wake_s - time.monotonic()),
                 )
                 if self._closing and not self._ended:
                     return
                 search = self._queue.popleft() if self._queue else None
-                work = self._work.popleft() if self._work and search is None else None
                 ended = list(self._ended)
                 self._ended.clear()
             if self._open_now():
@@ -197,8 +184,6 @@ class Finder:
                     self._guarded(partial(self._find, search))
                 search.took_s = search.age_s
                 search.done.set()
-            if work is not None:
-                self._guarded(work)
             if time.monotonic() >= self._extend_at_s:
                 self._extend_at_s = time.monotonic() + self._lease_s / 3
                 self._extend()
@@ -208,10 +193,12 @@ class Finder:
 
     def _open(self) -> None:
         self._open_at_s = time.monotonic() + _OPEN_AGAIN_S
-        if self._open_spaces is not None:
-            self._spaces = self._open_spaces()
-            self._open_spaces = None
-            self._open_at_s = 0.0
+        opening = self._open_spaces
+        if opening is not None:
+            spaces = opening()
+            with self._condition:
+                if self._open_spaces is opening:  # and nothing else is to be opened by now
+                    self._spaces, self._open_spaces, self._open_at_s = spaces, None, 0.0
 
     def _guarded(self, work: Any) -> None:
         try:

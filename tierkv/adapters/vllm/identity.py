@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tierkv.adapters.vllm.groups import Group
 from tierkv.adapters.vllm.layout import GroupCache
 from tierkv.errors import ConfigError
@@ -93,8 +95,15 @@ def keyspace_of(
     return spec
 
 
+def renewed(spec: KeyspaceSpec, renewal: str) -> KeyspaceSpec:
+    """The keyspace that an engine uses instead of `spec` after its cache was reset: nobody tells what weights it has
+    since, so nobody else may find its blocks. renewal: a word that no other engine has; empty: `spec` itself."""
+    return msgspec.structs.replace(spec, extra={**spec.extra, "renewal": renewal}) if renewal else spec
+
+
 def directory_revision(directory: Path) -> str:
-    """A revision for weights in a local directory: names, sizes and times of the weights, contents of the settings.
+    """A revision for weights in a local directory: names, sizes and times of the weights, contents of the settings
+    and of the model's own code.
 
     Another host that sees the same directory, or a copy that kept the times, comes to the same.
     """
@@ -107,7 +116,7 @@ def directory_revision(directory: Path) -> str:
         if path.suffix in _WEIGHT_SUFFIXES:
             weights += 1
             digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-        elif path.suffix == ".json" and status.st_size <= MAX_SETTINGS_BYTES:
+        elif path.suffix in (".json", ".py") and status.st_size <= MAX_SETTINGS_BYTES:
             digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     if not weights:
         raise ConfigError(

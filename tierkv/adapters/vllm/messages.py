@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tierkv.adapters.vllm.lora import Adapter
 from tierkv.types import HashArray, Int64Array
 
 
@@ -27,14 +28,18 @@ class LoadOrder:
     """Whether the engine's step waits for it (a synchronous load)."""
     fails: bool = False
     """Nothing is to be moved: the engine was promised what cannot be had, and is to be told so."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that the request runs under."""
 
 
 @dataclass(slots=True, eq=False)
 class SaveOrder:
-    """Blocks to save, of any requests. Their ids stay theirs until every rank has reported the job."""
+    """Blocks to save, of any requests under one LoRA adapter, or none. Their ids stay theirs until every rank has
+    reported the job."""
 
     job: int
     blocks: list[GroupBlocks]
+    adapter: Adapter | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +53,8 @@ class StepOrders:
     """Whether the workers are to report this step as done even when nothing else is to be reported."""
     greeted: bool = True
     """Whether the scheduler side knows the workers' keyspaces; if not, they tell them with their reports."""
+    renewal: str = ""
+    """Which keyspaces the orders are about: a word that changes with each reset; empty before the first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +69,8 @@ class WorkerReport:
     """Load job -> ranks that are done with it."""
     failed: set[int] = field(default_factory=set)
     """Load jobs of which a rank did not get every block."""
+    bad_blocks: set[int] = field(default_factory=set)
+    """The engine's ids of the blocks that a step waited for and did not get."""
     steps: dict[int, int] = field(default_factory=dict)
     """Step -> ranks that report it done."""
     greetings: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -76,6 +85,7 @@ class WorkerReport:
                 mine[number] = mine.get(number, 0) + ranks
         self.unsaved |= other.unsaved
         self.failed |= other.failed
+        self.bad_blocks |= other.bad_blocks
         self.greetings.update(other.greetings)
 
     def __bool__(self) -> bool:

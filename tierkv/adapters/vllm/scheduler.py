@@ -24,6 +24,7 @@ from tierkv.adapters.vllm.books import RequestState, SaveBook
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.finder import Finder, Search
 from tierkv.adapters.vllm.groups import Group, Kind, longest_hit, margin_tokens, step_tokens, to_load
+from tierkv.adapters.vllm.lora import Adapter, AdapterBook
 from tierkv.adapters.vllm.messages import GroupBlocks, LoadOrder, SaveOrder, StepOrders, WorkerReport
 from tierkv.types import HASH_BYTES, HashArray, TierKind
 
@@ -49,6 +50,20 @@ class SchedulerOptions:
     lookup_timeout_s: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Save:
+    """Blocks of one request and group that are to be saved."""
+
+    group: int
+    """The group's position."""
+    names: HashArray
+    blocks: list[Any]
+    """The engine's, held."""
+    adapter: Adapter | None
+    told: list[Any]
+    """What the announcer is to tell of them."""
+
+
 class ConnectorScheduler:
     """See the module."""
 
@@ -58,9 +73,11 @@ class ConnectorScheduler:
         finder: Finder,
         counters: Counters,
         announcer: Announcer | None = None,
+        adapters: AdapterBook | None = None,
     ) -> None:
-        """announcer: whom to tell what is stored, if anybody."""
+        """announcer: whom to tell what is stored, if anybody; adapters: knows the engine's LoRA adapters."""
         self._announcer = announcer
+        self._adapters = adapters or AdapterBook()
         self._options = options
         self._groups = options.groups
         self._finder = finder
@@ -90,10 +107,8 @@ class ConnectorScheduler:
         self._book = SaveBook(options.ranks, options.max_held_blocks)
         self._last_job = 0
         self._loads: list[LoadOrder] = []
-        self._saves: list[tuple[int, HashArray, list[Any]]] = []
-        """(group's position, hashes, held blocks) that the next step sends."""
-        self._told: list[Any] = []
-        """What the announcer is to tell of them."""
+        self._saves: list[_Save] = []
+        """What the next step sends."""
         self._step = 0
         self._awaited_step = 0
         """The last step that waited for loads: whether they came is known with its outcome."""
@@ -102,7 +117,13 @@ class ConnectorScheduler:
         self._step_ranks: dict[int, int] = {}
         self._waited_s = 0.0
         self._manager: Any = None
-        self._clearing = False
+        self._renewal = ""
+        self._clear_mark: int | None = None
+        """The last job before begin_clear(), until all up to it have ended."""
+        self._clean = True
+        """Whether no request was given blocks since the engine's own prefix cache was last empty."""
+        self._stale = False
+        """Whether the engine's own prefix cache has blocks from before begin_clear()."""
         self.serving = False
         """Whether the workers' keyspaces are known: before, nothing is saved."""
 
@@ -121,7 +142,9 @@ class ConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
             self._forget(request.request_id)
-            state = self._requests[request.request_id] = RequestState(request, len(self._groups))
+            lora = getattr(request, "lora_request", None)
+            adapter = self._adapters.adapter_of(lora) if lora is not None else None
+            state = self._requests[request.request_id] = RequestState(request, len(self._groups), adapter)
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         return state
 
@@ -144,7 +167,7 @@ class ConnectorScheduler:
         if search is None:
             if not self._finder.ready:
                 return 0, False
-            search = state.search = Search(list(state.hashes), computed_tokens, limit)
+            search = state.search = Search(list(map(state.names, state.hashes)), computed_tokens, limit)
             self._counters.count("lookups")
             self._finder.submit(search)
         if not self._found(search):
@@ -160,9 +183,19 @@ class ConnectorScheduler:
             state.stored = search.stored if any(known.any() for known in search.stored) else []
             self._counters.observe("lookup_s", search.took_s)
             if self._announcer is not None:
-                self._announcer.seen(search.hashes, search.stored)
+                self._tell_of_stored(self._announcer, state, search)
         found = search.hit_tokens - computed_tokens
         return (found, self._options.load_async) if found > 0 else (0, False)
+
+    def _tell_of_stored(self, announcer: Announcer, state: RequestState, search: Search) -> None:
+        """What others, or an engine before this one, have saved of a request can be announced now: its tokens are here.
+
+        Of what the workers save later, the jobs tell.
+        """
+        for position, (names, stored) in enumerate(zip(search.hashes, search.stored, strict=True)):
+            hashes = state.hashes[position][: len(names)]
+            found = np.flatnonzero(stored).tolist()
+            announcer.stored(announcer.describe(state.request, position, hashes, names, found))
 
     def _fits(self, search: Search, computed_tokens: int, limit: int) -> bool:
         """Whether a search still answers the question, and its lease is still held."""
@@ -189,18 +222,21 @@ class ConnectorScheduler:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """The engine has given the request its blocks; external_tokens of them are ours to load."""
         state = self._state(request)
-        state.taken_in = True
+        state.taken_in = state.awaits = True
+        self._clean = False
         if external_tokens == 0:
             self._end_search(state)
             return
-        search, state.search = state.search, None
+        search = state.search
         if search is None:
             raise RuntimeError(f"{request.request_id}: a load that was never offered is asked for")
         boundary = search.above_tokens + external_tokens
         # The engine may take less than was offered; where a group serves no resume there, the load must fail whole.
         whole = longest_hit(self._groups, search.stored, search.above_tokens, boundary) == boundary
         self._last_job += 1
-        order = LoadOrder(self._last_job, request.request_id, [], not self._options.load_async, not whole)
+        order = LoadOrder(
+            self._last_job, request.request_id, [], not self._options.load_async, not whole, state.adapter
+        )
         for position, group in enumerate(self._groups):
             table = blocks.blocks[group.index]
             indices = [
@@ -210,12 +246,17 @@ class ConnectorScheduler:
                 ids = np.array([table[index].block_id for index in indices], np.int64)
                 order.blocks.append(GroupBlocks(position, search.hashes[position][indices], ids))
         self._finder.keep(search)
+        state.search = None
         self._loading[order.job] = (state, search, 0)
         self._loads.append(order)
         self._counters.count("load_requests")
 
     def refuse(self, request_id: str, blocks: Any) -> None:
-        """The engine waits for a load that cannot be: it is told that all of it failed."""
+        """The engine waits for a load that cannot be: it is told that all of it failed, and offered no other."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._end_search(state)
+            state.load_failed()
         self._last_job += 1
         order = LoadOrder(self._last_job, request_id, [], not self._options.load_async, fails=True)
         for position, group in enumerate(self._groups):
@@ -257,7 +298,7 @@ class ConnectorScheduler:
         """What the workers are to do in the step that the engine has just scheduled."""
         self._step += 1
         self._waited_s = 0.0
-        orders = StepOrders(self._step, greeted=self.serving)
+        orders = StepOrders(self._step, greeted=self.serving, renewal=self._renewal)
         orders.loads, self._loads = self._loads, []
         if output.has_sync_kv_loads:
             self._awaited_step = self._step
@@ -275,7 +316,7 @@ class ConnectorScheduler:
 
     @property
     def _saving(self) -> bool:
-        return self._options.save and self.serving and self._manager is not None and not self._clearing
+        return self._options.save and self.serving and self._manager is not None and not self._stale
 
     def _collect(self, output: Any) -> None:
         """Finds the blocks that this step completes."""
@@ -292,7 +333,10 @@ class ConnectorScheduler:
 
     def _consider(self, request_id: str, tokens_after: int) -> None:
         state = self._requests.get(request_id)
-        if state is None or tokens_after < state.next_tokens or state.no_save or self._unsure(state):
+        if state is None:
+            return
+        state.awaits = False
+        if tokens_after < state.next_tokens or state.no_save or self._unsure(state):
             return
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         tokens = min(tokens_after, state.request.num_tokens)
@@ -397,11 +441,11 @@ class ConnectorScheduler:
         if indices:
             held = [blocks[index] for index in indices]
             self._book.hold(held)
-            self._saves.append((position, state.hashes[position][indices], held))
+            hashes, told = state.hashes[position], []
+            names = state.names(hashes)
             if self._announcer is not None:
-                self._told += self._announcer.describe(
-                    state.request, position, state.hashes[position], indices
-                )
+                told = self._announcer.describe(state.request, position, hashes, names, indices)
+            self._saves.append(_Save(position, names[indices], held, state.adapter, told))
         return left
 
     def _take_states(self, request_id: str, offers: Sequence[tuple[int, int, int]]) -> None:
@@ -424,21 +468,25 @@ class ConnectorScheduler:
             self._counters.count("dropped_blocks", len(left))
 
     def _save_orders(self) -> list[SaveOrder]:
-        """One job of all that is queued, group by group."""
-        if not self._saves:
-            return []
-        queued, self._saves = sorted(self._saves, key=lambda save: save[0]), []
+        """One job of all that is queued, group by group; under each LoRA adapter one of its own."""
+        queued, self._saves = sorted(self._saves, key=lambda save: save.group), []
+        return [
+            self._save_order(adapter, [save for save in queued if save.adapter == adapter])
+            for adapter in dict.fromkeys(save.adapter for save in queued)
+        ]
+
+    def _save_order(self, adapter: Adapter | None, queued: list[_Save]) -> SaveOrder:
         parts = []
-        for position in dict.fromkeys(save[0] for save in queued):
-            pieces = [save for save in queued if save[0] == position]
-            ids = [block.block_id for _, _, blocks in pieces for block in blocks]
-            hashes = np.concatenate([hashes for _, hashes, _ in pieces])
-            parts.append(GroupBlocks(position, hashes, np.array(ids, np.int64)))
+        for position in dict.fromkeys(save.group for save in queued):
+            pieces = [save for save in queued if save.group == position]
+            ids = [block.block_id for save in pieces for block in save.blocks]
+            names = np.concatenate([save.names for save in pieces])
+            parts.append(GroupBlocks(position, names, np.array(ids, np.int64)))
         self._last_job += 1
-        self._book.sent(self._last_job, [block for _, _, blocks in queued for block in blocks], self._told)
-        self._told = []
+        blocks = [block for save in queued for block in save.blocks]
+        self._book.sent(self._last_job, blocks, [run for save in queued for run in save.told])
         self._counters.count("save_jobs")
-        return [SaveOrder(self._last_job, parts)]
+        return SaveOrder(self._last_job, parts, adapter)
 
     # What the workers report
 
@@ -452,6 +500,8 @@ class ConnectorScheduler:
         for job in report.failed:
             if job in self._loading:
                 self._loading[job][0].load_failed()
+        if report.bad_blocks:
+            self._forget_what_stands_on(report.bad_blocks)
         for job, ranks in report.loaded.items():
             if job not in self._loading:
                 continue
@@ -466,19 +516,33 @@ class ConnectorScheduler:
             if self._announcer is not None:
                 self._announcer.stored(told)
 
+    def _forget_what_stands_on(self, bad: set[int]) -> None:
+        """Takes blocks that a step waited for in vain, and what has been computed on them, out of the engine's own
+        prefix cache: it computes them again, but gives them to others meanwhile."""
+        gone = set(bad)
+        for request_id in self._requests:
+            for table in self._manager.get_blocks(request_id).blocks:
+                ids = [block.block_id for block in table]
+                first = next((place for place, block_id in enumerate(ids) if block_id in bad), len(ids))
+                gone.update(ids[first:])
+        self._manager.evict_blocks(gone)
+
     # The end of a request
 
     def finished(self, request: Any) -> None:
         """The request has ended; its blocks are still its own."""
         state = self._requests.get(request.request_id)
-        if state is not None and state.request is request and self._saving and not state.no_save:
-            self._keep_at_end(state)
-        self._forget(request.request_id)
+        try:
+            if state is not None and state.request is request and self._saving and not state.no_save:
+                self._keep_at_end(state)
+        finally:
+            self._forget(request.request_id)
 
     def _keep_at_end(self, state: RequestState) -> None:
         """Saves what a resume at the end of the request needs."""
         request = state.request
-        if self._unsure(state) or any(loading is state for loading, _, _ in self._loading.values()):
+        loading = any(loading is state for loading, _, _ in self._loading.values())
+        if state.awaits or loading or self._unsure(state):
             return
         state.update_hashes(self._groups, self._options.hash_block_tokens)
         computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -527,30 +591,45 @@ class ConnectorScheduler:
         dropped = [self._book.drop_tails(state) for state in self._requests.values()] if self._sparse else []
         return any(dropped)
 
-    def begin_clear(self) -> None:
-        """The cache is to be forgotten: what was computed before now is neither saved nor looked for any more."""
-        self._clearing = True
+    def before_reset(self) -> None:
+        """The engine is about to forget its own prefix cache, which it cannot while blocks are held: what is held for
+        saves that were not begun is given back."""
+        for state in self._requests.values():
+            self._book.drop_tails(state)
+        for save in self._saves:
+            self._book.release(save.blocks)
+            self._counters.count("dropped_blocks", len(save.blocks))
+        self._saves = []
+
+    def was_reset(self) -> None:
+        """The engine has forgotten its own prefix cache."""
+        self._clean, self._stale = True, False
+
+    def begin_clear(self, renewal: str) -> None:
+        """The cache is to be forgotten: what was computed before now is neither saved nor looked for any more, and
+        what is computed from now on belongs to the keyspaces of `renewal`.
+
+        What the engine has not forgotten itself it goes on computing with, for new requests too: nothing is saved then
+        until it has.
+        """
+        self.before_reset()
+        self._renewal = renewal
+        self._stale = not self._clean
+        if self._stale:
+            log.warning("the engine has not reset its own prefix cache: nothing is saved until it has")
+        self._clear_mark = self._last_job
         for state in self._requests.values():
             state.no_save = True
             self._end_search(state)
-            self._book.drop_tails(state)
-        for _, _, blocks in self._saves:
-            self._book.release(blocks)
-        self._saves, self._told = [], []
         if self._announcer is not None:
             self._announcer.cleared()
 
     def end_clear(self) -> bool:
-        """Saves and look-ups go on; False, and they do not, while saves from before are still under way."""
-        if self._book.busy:
+        """Whether the last save that was under way at begin_clear() has just ended: true once."""
+        if self._clear_mark is None or self._book.busy_until(self._clear_mark):
             return False
-        self._clearing = False
+        self._clear_mark = None
         return True
-
-    @property
-    def clearing(self) -> bool:
-        """Whether a begin_clear() has not been ended."""
-        return self._clearing
 
     @property
     def held_blocks(self) -> int:

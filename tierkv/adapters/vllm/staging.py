@@ -18,6 +18,7 @@ time it is mapped, and the client's leases to be kept until the device's copies 
 
 from __future__ import annotations
 
+import copy
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -155,6 +156,12 @@ class DevicePath:
         """
         block_ids = self._checked(hashes, block_ids)
         return self._staging.saves.submit(self, hashes, block_ids, self._staging.device.mark(), timeout_s)
+
+    def renewed(self, space: Keyspace) -> DevicePath:
+        """See worker.Path: what is under way has the route that it began with."""
+        path = copy.copy(self)
+        path._space = space
+        return path
 
     def _checked(self, hashes: HashArray, block_ids: Int64Array) -> Int64Array:
         """A copy of the ids; ArgumentError if one is not in the cache."""

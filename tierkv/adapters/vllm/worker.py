@@ -8,9 +8,10 @@ Knows tensors only through layout.py, and the engine not at all.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import numpy as np
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.identity import Shard
 from tierkv.adapters.vllm.layout import GroupCache
+from tierkv.adapters.vllm.lora import LoadedAdapters
 from tierkv.adapters.vllm.messages import GroupBlocks, StepOrders, WorkerReport
 from tierkv.errors import TierKVError
 from tierkv.jobs import Job, finished_job
@@ -30,6 +32,7 @@ log = logging.getLogger("tierkv.vllm")
 
 _GRACE_S = 5.0
 """How much longer than a load's own deadline a synchronous load is waited for."""
+_OTHER_WEIGHTS = "this rank has loaded other weights of the LoRA adapter than the request was taken in for"
 
 
 class Path(Protocol):
@@ -38,6 +41,9 @@ class Path(Protocol):
     def load(self, hashes: HashArray, block_ids: Int64Array, timeout_s: float) -> Job: ...
 
     def save(self, hashes: HashArray, block_ids: Int64Array, timeout_s: float) -> Job: ...
+
+    def renewed(self, space: Keyspace) -> Path:
+        """The same for another keyspace of the same shape; what is under way stays with this one."""
 
 
 class HostPath:
@@ -56,6 +62,12 @@ class HostPath:
     def save(self, hashes: HashArray, block_ids: Int64Array, timeout_s: float) -> Job:
         """Hands (n,) blocks of the cache to the store."""
         return self._store.save(self._space, hashes, self._cache.fragments(block_ids), self._part, timeout_s)
+
+    def renewed(self, space: Keyspace) -> HostPath:
+        """See Path."""
+        path = copy.copy(self)
+        path._space = space
+        return path
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +99,14 @@ class ConnectorWorker:
         save_timeout_s: float,
         report_blocks: bool,
         greeting: Mapping[tuple[int, int], bytes],
+        spaces_of: Callable[[str], Sequence[Keyspace | None]],
+        adapters: LoadedAdapters | None = None,
     ) -> None:
-        """report_blocks: whether failed loads are reported block by block (see groups.fails_by_block()), or whole."""
+        """report_blocks: whether failed loads are reported block by block (see groups.fails_by_block()), or whole.
+
+        spaces_of: a renewal (see StepOrders) -> the groups' keyspaces; it must not wait for the store. adapters: which
+        LoRA weights this rank has loaded.
+        """
         self._store = store
         self._paths = paths
         self._shards = shards
@@ -98,6 +116,11 @@ class ConnectorWorker:
         self._save_timeout_s = save_timeout_s
         self._report_blocks = report_blocks
         self._greeting = dict(greeting)
+        self._spaces_of = spaces_of
+        self._adapters = adapters or LoadedAdapters()
+        self._renewal = ""
+        self._begun: StepOrders | None = None
+        """The step whose saves are still to be begun."""
         self._loads: list[_Transfer] = []
         self._saves: list[_Transfer] = []
         self._report = WorkerReport()
@@ -108,9 +131,18 @@ class ConnectorWorker:
     # Orders
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Begins the step's loads; returns when those that the step waits for are done."""
+        """Begins the step's loads; returns when those that the step waits for are done. To be called each step."""
+        if (
+            self._begun is not None
+        ):  # nobody told of the end of its forward pass, which lies behind all the same
+            self.start_saves(self._begun)
+        self._begun = orders
+        self._follow(orders.renewal)
         for order in orders.loads:
-            transfer = self._begin(order.job, order.request_id, order.blocks, load=True, fails=order.fails)
+            refusal = "the engine takes less than was offered" if order.fails else ""
+            if not self._adapters.may_compute(order.adapter):
+                refusal = _OTHER_WEIGHTS
+            transfer = self._begin(order.job, order.request_id, order.blocks, refusal, load=True)
             if order.waits:
                 self._wait(transfer)
                 self._end_load(transfer, waits=True)
@@ -119,24 +151,38 @@ class ConnectorWorker:
 
     def start_saves(self, orders: StepOrders) -> None:
         """Begins the step's saves; the blocks must hold their bytes by now."""
+        self._begun = None
+        self._follow(orders.renewal)
         for order in orders.saves:
-            self._saves.append(self._begin(order.job, "", order.blocks, load=False))
+            refusal = "" if self._adapters.computed(order.adapter) else _OTHER_WEIGHTS
+            self._saves.append(self._begin(order.job, "", order.blocks, refusal, load=False))
         if orders.answer:
             self._report.steps[orders.step] = 1
         if not orders.greeted and self._greeting:
             self._report.greetings = dict(self._greeting)
 
+    def _follow(self, renewal: str) -> None:
+        """From here on, blocks are loaded from and saved to the keyspaces of this renewal."""
+        if renewal == self._renewal:
+            return
+        self._paths = [
+            None if path is None or space is None else path.renewed(space)
+            for path, space in zip(self._paths, self._spaces_of(renewal), strict=True)
+        ]
+        self._renewal = renewal
+
     def _begin(
-        self, number: int, request_id: str, blocks: list[GroupBlocks], *, load: bool, fails: bool = False
+        self, number: int, request_id: str, blocks: list[GroupBlocks], refusal: str, *, load: bool
     ) -> _Transfer:
+        """refusal: why nothing is to be moved, if so."""
         transfer = _Transfer(number, request_id, blocks)
         for piece in blocks:
             path = self._paths[piece.group]
             if path is None or (not load and not self._shards[piece.group].writes):
                 continue
             try:
-                if fails:
-                    raise TierKVError("the engine takes less than was offered")
+                if refusal:
+                    raise TierKVError(refusal)
                 if load:
                     job = path.load(piece.hashes, piece.block_ids, self._load_timeout_s)
                 else:
@@ -183,7 +229,10 @@ class ConnectorWorker:
             for value, count in zip(*np.unique(status[failed], return_counts=True), strict=True):
                 self._counters.count("failed_load_blocks", int(count), BlockStatus(int(value)).name.lower())
             if self._report_blocks:
-                self._bad_blocks.update(piece.block_ids[failed].tolist())
+                bad_ids = piece.block_ids[failed].tolist()
+                self._bad_blocks.update(bad_ids)
+                if waits:
+                    self._report.bad_blocks.update(bad_ids)
         self._counters.count("loaded_blocks", good)
         self._counters.count("loaded_bytes", moved)
         self._counters.observe("load_s", time.monotonic() - transfer.begun_s)
