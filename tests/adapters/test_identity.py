@@ -178,6 +178,11 @@ def test_a_directorys_revision_follows_its_weights_and_settings(tmp_path: Path) 
     changed()
     (tmp_path / "more.safetensors").write_bytes(b"")
     changed()
+    code = tmp_path / "modeling_own.py"
+    code.write_text("one = 1")
+    changed()
+    code.write_text("one = 2")
+    changed()
 
 
 def test_a_digest_of_settings_does_not_depend_on_their_order() -> None:
