@@ -5,6 +5,8 @@ Checked at start, so that an engine with a vLLM that works differently does not 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from typing import Any
 
@@ -20,13 +22,13 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from tierkv.adapters.vllm.engine_settings import plain, weights_revision
 from tierkv.adapters.vllm.facts import (
     SEED_VARIABLE,
     check_hashes,
     check_version,
     model_settings,
     platform_words,
-    weights_revision,
 )
 from tierkv.adapters.vllm.groups import Group, Kind, step_tokens
 from tierkv.adapters.vllm.identity import EngineFacts
@@ -35,6 +37,11 @@ from tierkv.errors import ConfigError
 
 _DEFAULT_SEED = "vllm-none-hash"
 _WHERE = "kv_connector_extra_config"
+_NOT_OF_BLOCKS = frozenset({
+    "page_size_padded", "block_stride_alignment", "num_speculative_blocks", "num_prefill_checkpoint_blocks",
+    "prefill_checkpoint_alignment",
+})  # fmt: skip
+"""Fields of vLLM's group descriptions about room between and beside blocks."""
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
@@ -159,7 +166,7 @@ def facts_of(
     return EngineFacts(
         model=settings.model or str(vllm_config.model_config.model),
         revision=settings.model_revision
-        or weights_revision(str(vllm_config.model_config.model), vllm_config, _WHERE),
+        or weights_revision(vllm_config.model_config, vllm_config.load_config, _WHERE),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=os.environ.get(SEED_VARIABLE) or _DEFAULT_SEED,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
@@ -169,17 +176,18 @@ def facts_of(
         tensor_size=parallel.tensor_parallel_size,
         pipeline_rank=pipeline_rank,
         pipeline_size=parallel.pipeline_parallel_size,
-        extra=model_settings(vllm_config),
+        extra=model_settings(vllm_config, settings.model_revision is not None, _WHERE),
     )
 
 
 def spec_detail(spec: Any) -> str:
     """What vLLM's own description of a group adds to its identity."""
-    layer = next(iter(iter_layer_specs(spec)))
-    names = (
-        "dtype", "dtypes", "kv_quant_mode", "cache_dtype_str", "sliding_window", "attention_chunk_size", "head_size",
-        "head_size_v", "num_kv_heads", "shapes", "mamba_type", "mamba_cache_mode", "model_version", "tokens_per_state",
-        "state_content_bytes",
-    )  # fmt: skip
-    parts = [f"{name}={getattr(layer, name)}" for name in names if getattr(layer, name, None) is not None]
-    return f"{get_kv_cache_spec_kind(spec).value}:{','.join(parts)}"
+    found = set()
+    for layer in iter_layer_specs(spec):
+        fields = {
+            field.name: plain(getattr(layer, field.name))
+            for field in dataclasses.fields(layer)
+            if field.name not in _NOT_OF_BLOCKS
+        }
+        found.add(json.dumps({"": type(layer).__name__, **fields}))
+    return f"{get_kv_cache_spec_kind(spec).value}:{','.join(sorted(found))}"

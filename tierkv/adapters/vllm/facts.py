@@ -6,15 +6,13 @@ Whatever cannot be resolved is a ConfigError that says what to set; `where` begi
 from __future__ import annotations
 
 import os
-import re
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
-from tierkv.adapters.vllm.identity import digest_of, directory_revision
+from tierkv.adapters.vllm.engine_settings import settings_of
 from tierkv.errors import ConfigError
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -22,8 +20,6 @@ SUPPORTED = ((0, 32), (0, 33))
 SEED_VARIABLE = "PYTHONHASHSEED"
 SEEDED_AT_RANDOM = frozenset({"xxhash", "xxhash_cbor"})
 """Hash algorithms that vLLM seeds at random unless PYTHONHASHSEED is set."""
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "_commit_hash")
-_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
 def installed_version() -> tuple[int, int]:
@@ -62,44 +58,9 @@ def check_hashes(vllm_config: Any, where: str) -> None:
         )
 
 
-def weights_revision(model: str, vllm_config: Any | None, where: str) -> str:
-    """Names the weights that the engine loads. vllm_config: None where it is not known."""
-    if vllm_config is not None and str(vllm_config.load_config.load_format) == "dummy":
-        return f"random weights of seed {vllm_config.model_config.seed}"
-    if Path(model).is_dir():
-        return directory_revision(Path(model))
-    revision = None
-    if vllm_config is not None:
-        known = vllm_config.model_config
-        revision = known.revision or getattr(known.hf_config, "_commit_hash", None)
-    if isinstance(revision, str) and _COMMIT.match(revision):
-        return revision
-    raise ConfigError(
-        f"{where}: the revision of {model} is {revision!r}, which does not tell its weights from others: set "
-        f"model_revision to a commit or a digest of the weights"
-    )
-
-
-def model_settings(vllm_config: Any) -> dict[str, str]:
-    """Settings that change values or their place in a block, as text by name."""
-    model, cache, draft = vllm_config.model_config, vllm_config.cache_config, vllm_config.speculative_config
-    described = {
-        name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_OF_THE_MODEL
-    }
-    found: dict[str, object] = {
-        "engine": "vllm {}.{}".format(*installed_version()),
-        "model_settings": digest_of(described),
-        "model_dtype": model.dtype,
-        "quantization": model.quantization,
-        "quantization_settings": digest_of({"": getattr(model, "quantization_config", None)}),
-        "cache_dtype": cache.cache_dtype,
-        "mamba_dtypes": f"{cache.mamba_cache_dtype},{cache.mamba_ssm_cache_dtype}",
-        "attention_backend": getattr(vllm_config.attention_config, "backend", None),
-        "v2_model_runner": vllm_config.use_v2_model_runner,
-    }
-    if draft is not None:
-        found["draft"] = f"{draft.method} {draft.model} {draft.revision} {draft.quantization}"
-    return {name: str(value) for name, value in found.items()}
+def model_settings(vllm_config: Any, named: bool, where: str) -> dict[str, str]:
+    """All of settings_of(), and the engine's version."""
+    return {**settings_of(vllm_config, named, where), "engine": "vllm {}.{}".format(*installed_version())}
 
 
 def platform_words() -> str:

@@ -7,7 +7,6 @@ this module and in tier.py.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from typing import Any
 
@@ -16,20 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
+from tierkv.adapters.vllm.engine_settings import weights_revision
 from tierkv.adapters.vllm.facts import (
     SEED_VARIABLE,
     SEEDED_AT_RANDOM,
     check_hashes,
-    installed_version,
     model_settings,
     platform_words,
-    weights_revision,
 )
 from tierkv.adapters.vllm_offloading.keyspaces import GroupFacts, TierFacts
 from tierkv.adapters.vllm_offloading.options import WHERE, TierOptions
 from tierkv.errors import ConfigError
-
-log = logging.getLogger("tierkv.vllm")
 
 _HASHES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
@@ -60,14 +56,14 @@ def facts_of(spec: Any, row_bytes: int, options: TierOptions) -> TierFacts:
     config, parallel = spec.config, spec.config.parallel
     engine = engine_config(config.engine_id)
     if engine is None:
-        log.warning(
-            "%s: the engine's configuration was not found; only options tell its weights apart", WHERE
+        raise ConfigError(
+            f"{WHERE}: the engine's configuration was not found, so nothing tells its weights and settings from "
+            f"others: use a supported vLLM, or the tierkv connector"
         )
-    else:
-        _check_engine(engine)
+    _check_engine(engine)
     return TierFacts(
         model=options.model or config.model.name,
-        revision=options.model_revision or weights_revision(config.model.name, engine, WHERE),
+        revision=options.model_revision or weights_revision(engine.model_config, engine.load_config, WHERE),
         kv_dtype=config.model.dtype,
         row_bytes=row_bytes,
         worker_block_bytes=config.worker_kv_bytes_per_block,
@@ -91,8 +87,7 @@ def facts_of(spec: Any, row_bytes: int, options: TierOptions) -> TierFacts:
         ),
         extra={
             **{f"user_{name}": value for name, value in options.extra_identity.items()},
-            **({} if engine is None else model_settings(engine)),
-            "engine": "vllm {}.{}".format(*installed_version()),
+            **model_settings(engine, options.model_revision is not None, WHERE),
         },
     )
 
