@@ -14,6 +14,7 @@ import pytest
 
 from tierkv.adapters.vllm.engine_settings import (
     ENVIRONMENT,
+    check_prefixes,
     plain,
     settings_of,
     weights_revision,
@@ -237,6 +238,16 @@ def test_weights_are_named_by_commit_or_files(tmp_path: Path) -> None:
     assert weights_revision(model(str(tmp_path)), load(), "here").startswith("files-")
     with pytest.raises(ConfigError, match=r"here.*main.*model_revision"):
         weights_revision(model(revision="main"), load(), "here")
+
+
+def test_engines_that_must_not_reuse_prefixes_are_refused() -> None:
+    check_prefixes(engine(), "here")
+    check_prefixes(engine(model_config=model(runner_type="pooling")), "here")
+    with pytest.raises(ConfigError, match=r"here: .*off.*--no-enable-prefix-caching.*without tierkv"):
+        check_prefixes(engine(cache_config=Cache(enable_prefix_caching=False)), "here")
+    pooling = model(runner_type="pooling", is_prefix_caching_supported=False)
+    with pytest.raises(ConfigError, match=r"here: some/model pools"):
+        check_prefixes(engine(model_config=pooling), "here")
 
 
 class Opaque:

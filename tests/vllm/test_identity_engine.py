@@ -7,12 +7,13 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from agent_process import AgentProcess
-from engine_host import EngineHost, tierkv_connector
+from engine_host import EngineError, EngineHost, tierkv_connector
 from engine_models import MODELS, Model
 from equality import cached, check_same, prompt_of
 from test_offloading_tier import WAIT_S, offloading
@@ -30,12 +31,15 @@ from vllm.config.kernel import KernelConfig
 from vllm.config.mamba import MambaConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    RSWASpec,
     SinkFullAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from tierkv.adapters.vllm import compat
 from tierkv.adapters.vllm import engine_settings as known
+from tierkv.adapters.vllm.settings import ConnectorSettings
+from tierkv.errors import ConfigError
 
 ANSWER_TOKENS = 8
 SHORT_TOKENS, LONG_TOKENS = 512, 2048
@@ -167,6 +171,19 @@ def test_a_groups_description_counts() -> None:
     )
 
 
+def test_groups_whose_blocks_do_not_follow_from_their_tokens_are_refused() -> None:
+    """By itself: engines that have some switch their prefix caching off in the scheduler's process only."""
+    replay = RSWASpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float16, rswa_window=64)
+    for spec in (attention(non_causal=True), replay):
+        config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, is_eagle_group=False)],
+            prefix_cacheable_group_ids=(0,),
+            hash_block_size=32,
+        )
+        with pytest.raises(ConfigError, match=r"group 0: .*without tierkv"):
+            compat.groups_of(SimpleNamespace(speculative_config=None), config, ConnectorSettings())
+
+
 @pytest.fixture
 def long_rope(tmp_path: Path) -> Path:
     """A model whose positions are encoded by how long a context it is started for."""
@@ -228,3 +245,27 @@ def test_nor_does_the_tier_below_vllms_own(
         loaded.append(tier_agent.loaded_blocks() - before)
         engine.close_engine()
     assert loaded == [0, 0, 9]
+
+
+@pytest.mark.parametrize("adapter", ["connector", "tier"])
+def test_without_vllms_prefix_caching_the_engine_does_not_start(
+    adapter: str, engine: EngineHost, agent: AgentProcess
+) -> None:
+    connector = tierkv_connector(agent.socket) if adapter == "connector" else offloading(agent, rows=16)
+    where = "kv_connector_extra_config" if adapter == "connector" else "secondary_tiers"
+    with pytest.raises(EngineError, match=rf"{where}.*prefix caching is off.*--no-enable-prefix-caching"):
+        engine.open("llama", connector, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize("asked", [None, True], ids=["as vLLM finds", "asked for"])
+def test_models_that_pool_over_all_tokens_are_refused(
+    asked: bool | None, engine: EngineHost, agent: AgentProcess
+) -> None:
+    """With prefix caching asked for, vLLM warns and goes on."""
+    pooling: dict[str, Any] = {
+        "runner": "pooling", "convert": "embed", "pooler_config": {"seq_pooling_type": "CLS"},
+    }  # fmt: skip
+    if asked is not None:
+        pooling["enable_prefix_caching"] = asked
+    with pytest.raises(EngineError, match=r"kv_connector_extra_config.*without tierkv"):
+        engine.open("llama", tierkv_connector(agent.socket), **pooling)

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from tierkv.adapters.vllm.engine_settings import plain, weights_revision
+from tierkv.adapters.vllm.engine_settings import check_prefixes, plain, weights_revision
 from tierkv.adapters.vllm.facts import (
     SEED_VARIABLE,
     check_hashes,
@@ -48,6 +48,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     """ConfigError for what is not supported, with the setting to change."""
     check_version(settings.allow_untested_vllm, _WHERE)
     check_hashes(vllm_config, _WHERE)
+    check_prefixes(vllm_config, _WHERE)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -110,6 +111,11 @@ def _kind_of(index: int, spec: Any) -> tuple[Kind, int]:
     """(kind, reach in tokens) of a group."""
     kinds = set()
     for layer in iter_layer_specs(spec):
+        if getattr(layer, "non_causal", False) or getattr(layer, "rswa_window", None):
+            raise ConfigError(
+                f"KV-cache group {index}: {type(layer).__name__} attends such that a block does not follow from the "
+                f"tokens before its end: nothing can be shared, run this model without tierkv"
+            )
         if isinstance(layer, MambaSpec):
             if layer.mamba_cache_mode != "align":
                 raise ConfigError(

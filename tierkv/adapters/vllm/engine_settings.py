@@ -83,6 +83,25 @@ _FILES = frozenset({
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
+def check_prefixes(vllm_config: Any, where: str) -> None:
+    """ConfigError where the engine must not take over one request's prefix for another: tierkv does nothing else.
+
+    It is resolved by now. vLLM itself hashes blocks for any connector all the same.
+    """
+    model = vllm_config.model_config
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"{where}: the engine's prefix caching is off. Either it was told so: take --no-enable-prefix-caching "
+            f"away. Or vLLM found that {model.model} gives wrong answers from another request's prefix, by how it "
+            f"pools or attends (its log says so): then run it without tierkv"
+        )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            f"{where}: {model.model} pools in a way that needs every token of a prompt computed anew, so prefixes "
+            f"cannot be taken over: run it without tierkv"
+        )
+
+
 def weights_revision(model: Any, load: Any, where: str) -> str:
     """Names the weights that are loaded for a model's configuration."""
     if str(load.load_format) == "dummy":

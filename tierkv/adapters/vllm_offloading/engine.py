@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from tierkv.adapters.vllm.engine_settings import weights_revision
+from tierkv.adapters.vllm.engine_settings import check_prefixes, weights_revision
 from tierkv.adapters.vllm.facts import (
     SEED_VARIABLE,
     SEEDED_AT_RANDOM,
@@ -99,6 +99,7 @@ def _check_engine(engine: Any) -> None:
             f"tierkv connector, or one node an engine"
         )
     check_hashes(engine, WHERE)
+    check_prefixes(engine, WHERE)
 
 
 def _row_format(config: Any) -> str:
