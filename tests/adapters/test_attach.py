@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tierkv.adapters.vllm.attach import attach
+from tierkv.adapters.vllm.attach import Reviver, attach
 from tierkv.adapters.vllm.settings import ConnectorSettings, read_settings
 from tierkv.agent.client import AgentStore
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.errors import ConfigError, StorageError
+from tierkv.testing.stores import eventually
 
 TIMEOUT_S = 60.0
 
@@ -102,6 +105,57 @@ def test_an_agent_that_was_killed_is_started_again_by_the_next_engine(tmp_path: 
     with attach(settings(tmp_path), "second") as store:
         assert store.attached
     ended(tmp_path)
+
+
+def test_an_agent_that_is_killed_under_a_running_engine_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.adapters.vllm.attach._REVIVE_AFTER_S", 0.2)
+    with attach(settings(tmp_path), "first") as first, attach(settings(tmp_path), "second") as second:
+        for _ in range(2):
+            (agent,) = agents(tmp_path)
+            agent.kill()
+            agent.wait(TIMEOUT_S)
+            eventually(lambda: bool(agents(tmp_path)), "one of them starts another", TIMEOUT_S)
+            eventually(lambda: first.attached and second.attached, "both find it", TIMEOUT_S)
+            assert len(agents(tmp_path)) == 1
+            assert first.stats().client_count == 2
+    ended(tmp_path)
+
+
+def test_where_no_agent_is_to_be_started_none_is(tmp_path: Path) -> None:
+    asked: list[float] = []
+    with attach(settings(tmp_path), "starts it"):
+        store = AgentStore(str(tmp_path / "agent.sock"), when_away=asked.append)
+    with store:
+        (agent,) = agents(tmp_path)
+        agent.kill()
+        agent.wait(TIMEOUT_S)
+        eventually(lambda: len(asked) > 2, "it is told of the absence", TIMEOUT_S)
+        assert asked == sorted(asked)
+        assert not agents(tmp_path)
+
+
+def test_what_cannot_be_started_is_tried_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    clock = [100.0]
+    monkeypatch.setattr("tierkv.adapters.vllm.attach.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("tierkv.adapters.vllm.attach._start_unless_there", lambda *_: tries.append(clock[0]))
+    revive = Reviver(settings(tmp_path), tmp_path / "agent.sock")
+    for tick in range(6000):
+        clock[0] = 100 + tick / 10
+        revive(tick / 10)
+    pauses = [later - earlier for earlier, later in pairwise(tries)]
+    assert tries[0] == pytest.approx(103)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(60, abs=0.2)
+    clock[0] += 1000
+    revive(2.0)
+    assert tries[-1] < clock[0], "it is away for too short a time"
+    revive(4.0)
+    assert tries[-1] == clock[0]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -67,16 +67,20 @@ class AgentStore:
         copy_threads: int = 2,
         load_timeout_s: float = 30.0,
         save_timeout_s: float = 60.0,
+        when_away: Callable[[float], None] | None = None,
     ) -> None:
         """Attaches to the agent that serves the Unix socket `path`. AgentUnavailable if there is none.
 
-        call_timeout_s bounds look-ups and leases; load_timeout_s and save_timeout_s are the defaults of jobs.
+        call_timeout_s bounds look-ups and leases; load_timeout_s and save_timeout_s are the defaults of jobs. when_away
+        is called, on a thread of the client's, before each attempt to find the agent again, with the seconds that it is
+        away: it may start one. What it raises is logged.
         """
         self._path = path
         self._name = name or f"pid {os.getpid()}"
         self._call_timeout_s = call_timeout_s
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
+        self._when_away = when_away
         self._lock = threading.Lock()
         self._spaces: dict[bytes, Keyspace] = {}
         self._numbers = itertools.count(1)
@@ -125,7 +129,9 @@ class AgentStore:
                 self._connection = None
             if old is not None:
                 old.close()
+            since_s = time.monotonic()
             while not self._closing.wait(retry_s):
+                self._tell_away(time.monotonic() - since_s)
                 try:
                     connection = Connection(self._path, self._name, self._lose)
                 except (TierKVError, OSError) as error:  # OSError: no descriptor or thread to be had just now
@@ -144,6 +150,16 @@ class AgentStore:
                 retry_s = _FIRST_RETRY_S
                 log.info("%s: attached again", self._path)
                 break
+
+    def _tell_away(self, away_s: float) -> None:
+        if self._when_away is None:
+            return
+        try:
+            self._when_away(away_s)
+        except (TierKVError, OSError) as error:
+            log.warning("%s: %s", self._path, error)
+        except Exception:  # the agent must be found again all the same
+            log.exception("%s: what was to be done about the agent's absence failed", self._path)
 
     def _open_all(self, connection: Connection) -> bool:
         """Opens on a new connection what was opened on the last one; False if it is gone already."""

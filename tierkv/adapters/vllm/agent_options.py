@@ -32,8 +32,8 @@ class AgentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     agent: str = ""
     """The node agent's socket, as unix:PATH. Empty: a path of this user's, the same for all engines of the host."""
     start_agent: bool = True
-    """Start an agent at that socket if none is there. It goes on when the engine ends, so that the next engine finds
-    the cache, until no engine was attached for agent_idle_s."""
+    """Start an agent at that socket if none is there, also when it went away while the engine runs. It goes on when the
+    engine ends, so that the next engine finds the cache, until no engine was attached for agent_idle_s."""
     agent_idle_s: Annotated[float, msgspec.Meta(ge=0)] = 900.0
     """How long an agent that was started here stays without clients. 0: for ever."""
     agent_wait_s: Seconds = 30.0
@@ -49,8 +49,8 @@ class AgentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: str | None = None
     """The model's name in the keyspace, where engines that share blocks spell it differently. None: as vLLM does."""
     model_revision: str | None = None
-    """The weights' revision in the keyspace. None: the hub's commit; for a local directory its files' names, sizes,
-    times and settings."""
+    """The revision of the weights, a draft model's included, in the keyspace. None: the hub's commit; for a local
+    directory its files' names, sizes and times, its settings and code."""
     lookup_timeout_s: Seconds = 1.0
     """A look-up that takes longer counts as a miss."""
     load_timeout_s: Seconds = 30.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import select
 import subprocess
@@ -31,6 +32,10 @@ log = logging.getLogger("tierkv.vllm")
 _PAUSE_S = 0.05
 _LOG_TAIL_BYTES = 2000
 _LEAVE_TIMEOUT_S = 30.0
+_REVIVE_AFTER_S = 3.0
+"""How long an agent is away before a running engine starts another."""
+_REVIVE_WAIT_S = 5.0
+_LONGEST_PAUSE_S = 60.0
 _LEAVE = "import os, sys; os.fork() and os._exit(0); os.execv(sys.argv[1], sys.argv[1:])"
 """A process that leaves its child, the agent, to init: engines kill whatever descends from them when they end."""
 
@@ -38,9 +43,11 @@ _LEAVE = "import os, sys; os.fork() and os._exit(0); os.execv(sys.argv[1], sys.a
 def attach(settings: AgentOptions, name: str, **options: Any) -> AgentStore:
     """A client of the agent at the settings' socket; AgentUnavailable when there is none within agent_wait_s.
 
-    options: as for AgentStore.
+    With start_agent the client also starts one when the agent goes away later. options: as for AgentStore.
     """
     path = socket_path(settings.socket())
+    if settings.start_agent:
+        options["when_away"] = Reviver(settings, Path(path))
     deadline_s = time.monotonic() + settings.agent_wait_s
     while True:
         try:
@@ -59,6 +66,30 @@ def attach(settings: AgentOptions, name: str, **options: Any) -> AgentStore:
         if settings.start_agent:
             _start_unless_there(settings, Path(path), deadline_s)
         threading.Event().wait(_PAUSE_S)  # nobody could wake us: the agent is another's process
+
+
+class Reviver:
+    """Starts the agent again that went away while an engine runs. For AgentStore's when_away.
+
+    Not at once: whoever else started it may be about to do so. And ever more rarely, while it does not stay.
+    """
+
+    def __init__(self, settings: AgentOptions, socket: Path) -> None:
+        self._settings = settings
+        self._socket = socket
+        self._pause_s = _REVIVE_AFTER_S
+        self._last_s = -math.inf
+
+    def __call__(self, away_s: float) -> None:
+        """See AgentStore."""
+        now_s = time.monotonic()
+        if away_s < _REVIVE_AFTER_S or now_s - self._last_s < self._pause_s:
+            return
+        lately = now_s - self._last_s < 2 * _LONGEST_PAUSE_S
+        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) if lately else _REVIVE_AFTER_S
+        self._last_s = now_s
+        log.warning("%s: the agent does not come back: starting one", self._socket)
+        _start_unless_there(self._settings, self._socket, now_s + _REVIVE_WAIT_S)
 
 
 def _start_unless_there(settings: AgentOptions, socket: Path, deadline_s: float) -> None:
