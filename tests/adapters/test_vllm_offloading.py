@@ -28,6 +28,7 @@ from vllm_offloading_harness import (
     tier_specs,
 )
 
+from tierkv.adapters.vllm_offloading.attachment import Attachment
 from tierkv.adapters.vllm_offloading.core import Rows
 from tierkv.adapters.vllm_offloading.keyspaces import GroupFacts, keyspaces_of, pack_keys, with_hashing
 from tierkv.adapters.vllm_offloading.lookups import Answer
@@ -35,7 +36,7 @@ from tierkv.adapters.vllm_offloading.options import TierOptions, read_options
 from tierkv.agent.client import AgentStore
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.errors import ArgumentError, ConfigError, KeyspaceError
-from tierkv.keys import KeyspaceSpec
+from tierkv.keys import KeyspaceSpec, pack_hashes
 from tierkv.testing.stores import eventually
 
 HIT, MISS = Answer.HIT, Answer.MISS
@@ -281,16 +282,19 @@ def test_saving_and_loading_can_be_switched_off(agent: AgentStore) -> None:
         assert ask(core, keys) == [HIT]
 
 
-def test_a_reset_removes_the_blocks_unless_it_is_not_to(agent: AgentStore) -> None:
-    memory, specs = CpuTier(), tier_specs(revision="reset")
+@pytest.mark.parametrize("on_reset", ["renew", "clear"])
+def test_a_reset_removes_the_blocks_unless_it_is_not_to(on_reset: str, agent: AgentStore) -> None:
+    memory, specs = CpuTier(), tier_specs(revision=f"reset {on_reset}")
     keys = [make_key(number, number % 2) for number in range(6)]
-    with tier_core(memory, lambda: client_of(agent), specs=specs, clear_on_reset=False) as core:
+    with tier_core(memory, lambda: client_of(agent), specs=specs, on_reset="keep") as core:
         eventually(lambda: core.attached, "the tier attaches")
         assert save(core, memory, keys).ok
         core.drain()
         core.reset()
         assert ask(core, keys) == [HIT] * 6
-    with tier_core(memory, lambda: client_of(agent), specs=specs, lookup_keep_s=3600) as core:
+    with tier_core(
+        memory, lambda: client_of(agent), specs=specs, lookup_keep_s=3600, on_reset=on_reset
+    ) as core:
         eventually(lambda: core.attached, "the tier attaches")
         assert ask(core, keys) == [HIT] * 6
         memory.fill(range(6), keys)
@@ -307,6 +311,32 @@ def test_a_reset_removes_the_blocks_unless_it_is_not_to(agent: AgentStore) -> No
         assert save(core, memory, keys[:2]).ok
         core.end_request("r")
         assert ask(core, keys) == [HIT] * 2 + [MISS] * 4
+        eventually(lambda: not core._attachment._to_clear, "what was given up is cleared")
+    with tier_core(memory, lambda: client_of(agent), specs=specs) as core:
+        eventually(lambda: core.attached, "the tier attaches")
+        found = 2 if on_reset == "clear" else 0  # else they are the other engine's alone
+        assert ask(core, keys) == [HIT] * found + [MISS] * (6 - found)
+
+
+@pytest.mark.parametrize("on_reset", ["renew", "clear"])
+def test_a_reset_before_the_first_request_counts_too(on_reset: str, agent: AgentStore) -> None:
+    memory, specs = CpuTier(), tier_specs(revision=f"early {on_reset}")
+    keys = [make_key(number) for number in range(3)]
+    with tier_core(memory, lambda: client_of(agent), specs=specs) as core:
+        eventually(lambda: core.attached, "the tier attaches")
+        assert save(core, memory, keys).ok
+    attachment = Attachment(lambda: client_of(agent))
+    try:
+        attachment.clear(renew=on_reset == "renew")
+        attachment.open(specs)
+        eventually(lambda: attachment.current is not None, "it attaches")
+        current = attachment.current
+        assert current is not None
+        assert (current.spaces[0].spec == specs[0]) == (on_reset == "clear")
+        eventually(lambda: not attachment._to_clear, "what was there is cleared")
+        assert not agent.lookup([(agent.open(specs[0]), pack_hashes([key[:32] for key in keys]))])[0].any()
+    finally:
+        attachment.close()
 
 
 def test_keyspaces_that_cannot_be_named_leave_an_engine_without_the_tier(

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -53,6 +53,11 @@ class AgentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     directory its files' names, sizes and times, its settings and code."""
     lookup_timeout_s: Seconds = 1.0
     """A look-up that takes longer counts as a miss."""
+    on_reset: Literal["renew", "clear", "keep"] = "renew"
+    """What a reset of the connector's cache (a weight update, sleep, pause with clear_cache, reset_prefix_cache with
+    reset_connector) does to the store. renew: this engine's blocks are removed, and from then on it saves and finds
+    blocks under a name of its own until it is restarted, since nobody tells which weights it has. clear: they are
+    removed. keep: nothing. The latter two only if weights never change under one revision."""
     load_timeout_s: Seconds = 30.0
     """A load that takes longer has failed; its blocks are computed."""
     allow_untested_vllm: bool = False

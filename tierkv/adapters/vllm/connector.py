@@ -397,11 +397,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: False)
     def reset_cache(self) -> bool:
         """Clears the keyspaces that were used so far, in every tier and on every node that shares one, and goes on with
-        others: the engine may have other weights now. False if the agent has not confirmed it yet; it is tried on."""
-        if self._scheduler is None:
-            return False
+        others: the engine may have other weights now. (Or less, see on_reset.) False if the agent has not confirmed it
+        yet; it is tried on."""
+        if self._scheduler is None or self._settings.on_reset == "keep":
+            return self._scheduler is not None
         self._given_up += self._used_spaces()
-        self._renewal = secrets.token_hex(8)
+        if self._settings.on_reset == "renew":
+            self._renewal = secrets.token_hex(8)
         self._scheduler.begin_clear(self._renewal)
         if self._scheduler.serving:
             self._finder.serve(self._open_spaces)

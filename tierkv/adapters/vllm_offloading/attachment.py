@@ -9,11 +9,13 @@ Thread safety: every method may be called from any thread.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from tierkv.adapters.vllm.identity import renewed
 from tierkv.agent.client import AgentStore
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.errors import TierKVError
@@ -29,6 +31,7 @@ _REFUSED_RETRY_S = 30.0
 _AWAY_S = 2.0
 """How long an agent is away before it is looked for anew."""
 _JOIN_TIMEOUT_S = 30.0
+MAX_TO_CLEAR = 64
 
 
 class Attached(NamedTuple):
@@ -48,7 +51,12 @@ class Attachment:
         self._store = store
         self._specs: Mapping[int, KeyspaceSpec] | None = None
         self._attached: Attached | None = None
-        self._clear_wanted = False
+        self._first_specs: Mapping[int, KeyspaceSpec] = {}
+        self._renewal = ""
+        self._reset_early = False
+        """Whether clear() came before the keyspaces were known."""
+        self._to_clear: list[KeyspaceSpec] = []
+        """What is to be removed from the store, the oldest first."""
         self._refused = False
         self._closing = False
         self._told = False
@@ -72,8 +80,13 @@ class Attachment:
             and self._specs is not None
             and store is not None
             and store.attached
-            and not (self._clear_wanted or self._refused)
+            and not (self._must_clear_first() or self._refused)
         )
+
+    def _must_clear_first(self) -> bool:
+        """Whether a keyspace that is still in use is to be cleared."""
+        specs = list((self._specs or {}).values())
+        return any(spec in specs for spec in self._to_clear)
 
     def wait(self, timeout_s: float) -> Attached | None:
         """`current`, after waiting while it is to be there `soon`."""
@@ -84,14 +97,27 @@ class Attachment:
     def open(self, specs: Mapping[int, KeyspaceSpec]) -> None:
         """The keyspaces to open, as soon as may be. Once."""
         with self._lock:
-            self._specs = specs
+            self._first_specs = specs
+            self._specs = {number: renewed(spec, self._renewal) for number, spec in specs.items()}
+            if self._reset_early:
+                self._to_clear += specs.values()
             self._lock.notify_all()
 
-    def clear(self) -> None:
-        """Removes all blocks of the keyspaces; `current` is None until that is confirmed, however long it takes."""
+    def clear(self, *, renew: bool) -> None:
+        """Removes all blocks of the keyspaces, however often that must be tried. renew: they are given up for others,
+        which nobody else has; else `current` is None until it is confirmed."""
         with self._lock:
-            self._clear_wanted = True
             self._attached = None
+            if renew:
+                self._renewal = secrets.token_hex(8)
+            if self._specs is None:
+                self._reset_early = True
+            else:
+                self._to_clear += self._specs.values()
+                self._specs = {
+                    number: renewed(spec, self._renewal) for number, spec in self._first_specs.items()
+                }
+            del self._to_clear[:-MAX_TO_CLEAR]
             self._lock.notify_all()
 
     def _run(self) -> None:
@@ -112,7 +138,7 @@ class Attachment:
             return self._closing
 
     def _work_waits(self) -> bool:
-        return self._specs is not None and self._attached is None
+        return self._specs is not None and (self._attached is None or bool(self._to_clear))
 
     def _step(self) -> float:
         """One thing after the other that lacks; how long until the next look."""
@@ -152,15 +178,12 @@ class Attachment:
 
     def _open(self, store: AgentStore) -> float:
         with self._lock:
-            specs, clear = self._specs, self._clear_wanted
+            specs, clear_first = self._specs, self._must_clear_first()
         assert specs is not None
         try:
+            if clear_first:
+                self._clear(store)
             spaces = {number: store.open(spec) for number, spec in specs.items()}
-            if clear:
-                removed = sum(store.clear(space) for space in spaces.values())
-                log.info(
-                    "removed %d copies of blocks from the store, for the engine's cache was reset", removed
-                )
         except AgentUnavailable as error:
             log.debug("%s", error)
             return _RETRY_S
@@ -172,13 +195,28 @@ class Attachment:
             return _REFUSED_RETRY_S
         with self._lock:
             self._refused = False
-            if clear:
-                self._clear_wanted = False
-                self._attached = Attached(store, spaces)
-            elif not self._clear_wanted:
+            if self._specs is specs and not self._must_clear_first():
                 self._attached = Attached(store, spaces)
             self._lock.notify_all()
+        try:
+            self._clear(store)
+        except TierKVError as error:
+            log.warning("what was reset is not cleared yet, it is tried on: %s", error)
+            return _LONGEST_RETRY_S
         return _LOOK_S
+
+    def _clear(self, store: AgentStore) -> None:
+        """Removes what is to be removed; what the store does not confirm is left to be."""
+        while True:
+            with self._lock:
+                spec = self._to_clear[0] if self._to_clear else None
+            if spec is None:
+                return
+            removed = store.clear(store.expect(spec))
+            log.info("removed %d copies of blocks from the store, for the engine's cache was reset", removed)
+            with self._lock:
+                if self._to_clear and self._to_clear[0] is spec:
+                    del self._to_clear[0]
 
     def close(self) -> None:
         """Detaches; every job of the agent's client is settled. Idempotent."""

@@ -295,11 +295,10 @@ class TierCore:
             return self._condition.wait_for(lambda: not self._under_way, timeout_s)
 
     def reset(self) -> None:
-        """The engine's cache was reset, maybe since its weights change: with clear_on_reset, the store's blocks are
-        removed before anything is found or saved again."""
-        if not self._options.clear_on_reset:
+        """The engine's cache was reset, maybe since its weights change: see on_reset."""
+        if self._options.on_reset == "keep":
             return
-        self._attachment.clear()
+        self._attachment.clear(renew=self._options.on_reset == "renew")
         self._lookups.forget_answers()
 
     def close(self) -> bool:

@@ -60,7 +60,7 @@ def facts_of(spec: Any, row_bytes: int, options: TierOptions) -> TierFacts:
             f"{WHERE}: the engine's configuration was not found, so nothing tells its weights and settings from "
             f"others: use a supported vLLM, or the tierkv connector"
         )
-    _check_engine(engine)
+    _check_engine(engine, options)
     return TierFacts(
         model=options.model or config.model.name,
         revision=options.model_revision or weights_revision(engine.model_config, engine.load_config, WHERE),
@@ -92,7 +92,13 @@ def facts_of(spec: Any, row_bytes: int, options: TierOptions) -> TierFacts:
     )
 
 
-def _check_engine(engine: Any) -> None:
+def _check_engine(engine: Any, options: TierOptions) -> None:
+    if engine.lora_config is not None and not options.lora_paths_are_stable:
+        raise ConfigError(
+            f"{WHERE}: blocks of LoRA adapters have only their names and paths to go by, so those of weights that were "
+            f"replaced would be found: use the tierkv connector, which looks at the files, or set "
+            f"lora_paths_are_stable if that never happens"
+        )
     if engine.parallel_config.nnodes_within_dp > 1:
         raise ConfigError(
             f"{WHERE}: the engine spans several nodes, but the scheduler sees the CPU tier of its own only: use the "

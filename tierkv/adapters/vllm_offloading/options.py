@@ -20,9 +20,6 @@ class TierOptions(AgentOptions, frozen=True, forbid_unknown_fields=True, kw_only
     """Every key of the tier's entry beside those of vLLM, with its default."""
 
     where: ClassVar[str] = WHERE
-    start_agent: bool = True
-    """Start an agent at that socket if none is there, also when it went away. It goes on when the engine ends, so that
-    the next engine finds the cache, until no engine was attached for agent_idle_s."""
     agent_wait_s: Seconds = 30.0
     """How long to wait for the agent when the engine starts. After that the engine goes on without it, and takes it
     up when it is there."""
@@ -47,10 +44,9 @@ class TierOptions(AgentOptions, frozen=True, forbid_unknown_fields=True, kw_only
     comes when no other is being saved is always taken."""
     copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Threads that copy blocks between vLLM's CPU tier and the agent's memory."""
-    clear_on_reset: bool = True
-    """Whether a reset of the connector's cache (sleep, pause with clear_cache, a weight update, reset_prefix_cache with
-    reset_connector) also removes this model's blocks from the agent. Off: only if the weights never change under one
-    revision."""
+    lora_paths_are_stable: bool = False
+    """Keep blocks of an engine with LoRA: only if the files at an adapter's path never change. vLLM tells this tier of
+    an adapter no more than its name and path."""
     shutdown_wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 5.0
     """How long the end of the engine waits for saves under way."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
