@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.adapters.vllm.books import RequestState, SaveBook
+from tierkv.adapters.vllm.books import PendingSave, RequestState, SaveBook
 from tierkv.adapters.vllm.groups import Group, Kind, last_boundary, margin_tokens, step_tokens
+from tierkv.adapters.vllm.lora import Adapter
 from tierkv.keys import pack_hashes
 from tierkv.testing.fake_cache import FakePool
 
@@ -90,6 +92,52 @@ def test_the_prompts_boundaries(tokens: int, margin: int) -> None:
         request.num_prompt_tokens = tokens = tokens + 3  # a session went on
 
 
+def send(book: SaveBook, job: int, blocks: list[Any]) -> None:
+    names = pack_hashes([bytes([block.block_id]) * 32 for block in blocks])
+    book.queue(PendingSave(0, names, blocks, None, ["told"]))
+    assert book.has_queued
+    (order,) = book.orders(lambda: job)
+    assert (order.job, order.blocks[0].block_ids.tolist()) == (job, [block.block_id for block in blocks])
+    assert not book.has_queued
+
+
+def test_what_is_queued_goes_group_by_group_and_a_job_an_adapter() -> None:
+    pool, book = FakePool(20), SaveBook(1, 20)
+    book.pool = pool
+    adapters = [Adapter(number, f"revision {number}", bytes([number]) * 32) for number in (1, 2)]
+    for group, adapter in (
+        (1, None),
+        (0, adapters[0]),
+        (0, None),
+        (1, None),
+        (0, adapters[1]),
+        (1, adapters[0]),
+    ):
+        blocks = pool.take(2)
+        book.hold(blocks)
+        names = pack_hashes([bytes([block.block_id]) * 32 for block in blocks])
+        book.queue(PendingSave(group, names, blocks, adapter, []))
+    jobs = itertools.count(5)
+    orders = book.orders(lambda: next(jobs))
+    assert [order.job for order in orders] == [5, 6, 7]
+    found = {order.adapter: [(part.group, len(part.hashes)) for part in order.blocks] for order in orders}
+    assert found == {None: [(0, 2), (1, 4)], adapters[0]: [(0, 2), (1, 2)], adapters[1]: [(0, 2)]}
+    for order in orders:
+        for part in order.blocks:
+            assert part.hashes[:, 0].tolist() == part.block_ids.tolist()
+    assert book.orders(lambda: next(jobs)) == []
+
+
+def test_what_was_not_sent_can_be_dropped() -> None:
+    pool, book = FakePool(10), SaveBook(1, 9)
+    book.pool = pool
+    blocks = pool.take(3)
+    book.hold(blocks)
+    book.queue(PendingSave(0, pack_hashes([b"x" * 32] * 3), blocks, None, []))
+    assert book.drop_queued() == 3
+    assert (book.drop_queued(), book.held_blocks, book.has_queued) == (0, 0, False)
+
+
 def test_blocks_come_back_when_every_rank_has_reported_the_job() -> None:
     pool = FakePool(10)
     book = SaveBook(3, 4)
@@ -97,7 +145,7 @@ def test_blocks_come_back_when_every_rank_has_reported_the_job() -> None:
     blocks = pool.take(3)
     book.hold(blocks)
     assert (book.room(), book.held_blocks, book.busy) == (1, 3, False)
-    book.sent(7, blocks, ["told"])
+    send(book, 7, blocks)
     pool.free_blocks(reversed(blocks))
     assert pool.free == 6, "the request has gone, its blocks have not"
     assert book.reported(7, 1, True) == []
@@ -111,7 +159,7 @@ def test_blocks_come_back_when_every_rank_has_reported_the_job() -> None:
 def test_a_job_of_which_a_rank_stored_less_is_not_told_of() -> None:
     book = SaveBook(2, 4)
     book.pool = FakePool(4)
-    book.sent(1, [], ["told"])
+    send(book, 1, [])
     book.reported(1, 1, False)
     assert book.reported(1, 1, True) == []
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from connector_harness import Rig, chunked, full, held_rig, recurrent, window
@@ -146,3 +149,60 @@ def test_blocks_are_not_given_to_others_before_they_are_read() -> None:
             rig.engine.step()
         run(rig, [])
         assert store.saved > 10
+
+
+def test_saves_that_nobody_reports_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later_s, monotonic = [0.0], time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: monotonic() + later_s[0])
+    monkeypatch.setattr("tierkv.adapters.vllm.books.time", clock)
+    with held_rig(SHAPES["full"]) as (rig, store, _):
+        rig.engine.add(FakeRequest("a", prompt(40), 2))
+        for _ in range(4):
+            rig.engine.step()
+        assert store.pending
+        later_s[0] = 121
+        for _ in range(3):
+            rig.engine.step()
+        assert caplog.text.count("has not reported its saves") == 1
+        run(rig, [])
+
+
+def test_a_step_whose_end_nobody_told_of_is_saved_with_the_next() -> None:
+    with held_rig(SHAPES["full"]) as (rig, store, _):
+        (worker,) = rig.workers
+
+        class Untold:
+            """An engine's worker that never tells of the end of a forward pass."""
+
+            def start_saves(self, orders: Any) -> None:
+                pass
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(worker, name)
+
+        rig.engine.workers = [Untold()]
+        run(rig, [FakeRequest("a", prompt(40), 2)])
+        assert store.saved >= 10
+
+
+def test_a_load_that_cannot_be_ordered_is_not_offered_again() -> None:
+    with held_rig(SHAPES["full"]) as (rig, store, finder):
+        run(rig, [FakeRequest("a", prompt(40), 2)])
+        assert rig.engine.reset()
+        allocated, scheduler = rig.scheduler.allocated, rig.scheduler
+
+        def broken(request: Any, blocks: Any, external: int) -> None:
+            """As the connector does when a load cannot be ordered."""
+            if external:
+                scheduler.refuse(request.request_id, blocks)
+            else:
+                allocated(request, blocks, external)
+
+        rig.engine.connector.allocated = broken  # type: ignore[method-assign]
+        second = FakeRequest("b", prompt(40), 2)
+        run(rig, [second])
+        assert second.served_tokens == 0
+        finder.release_ended()
+        assert not store.leases

@@ -24,51 +24,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from tierkv.adapters.vllm.groups import Group, Kind, step_tokens
-from tierkv.adapters.vllm.messages import StepOrders, WorkerReport
 from tierkv.testing.fake_cache import FakeBlock, FakePool, Truth, hash_of
 from tierkv.testing.fake_forward import Forward
 from tierkv.testing.fake_requests import FakeRequest, FakeShape, Outcome, Plan, Status, Work, ceil, first_seen
+from tierkv.testing.fake_sides import SchedulerSide, WorkerSide
 
 __all__ = ["FakeEngine", "FakeRequest", "FakeShape", "Status"]
-
-
-class SchedulerSide(Protocol):
-    """What the engine's scheduler calls."""
-
-    def new_request(self, request: Any) -> None: ...
-
-    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]: ...
-
-    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None: ...
-
-    def step(self, output: Any) -> StepOrders: ...
-
-    def reported(self, report: WorkerReport) -> None: ...
-
-    def finished(self, request: Any) -> None: ...
-
-    def frees_blocks_soon(self) -> bool: ...
-
-    def before_reset(self) -> None: ...
-
-    def was_reset(self) -> None: ...
-
-
-class WorkerSide(Protocol):
-    """What the engine's workers call."""
-
-    def start_loads(self, orders: StepOrders) -> None: ...
-
-    def start_saves(self, orders: StepOrders) -> None: ...
-
-    def poll(self) -> tuple[set[str], set[str]]: ...
-
-    def take_bad_blocks(self) -> set[int]: ...
-
-    def take_report(self) -> WorkerReport | None: ...
 
 
 class FakeEngine:

@@ -6,7 +6,7 @@ On the engine's thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from tierkv.adapters.vllm.finder import Search
 from tierkv.adapters.vllm.groups import Group, Kind
 from tierkv.adapters.vllm.lora import Adapter, rekeyed
+from tierkv.adapters.vllm.messages import GroupBlocks, SaveOrder
 from tierkv.keys import pack_hashes
 from tierkv.types import HASH_BYTES, BoolArray, HashArray
 
@@ -162,8 +163,22 @@ class _Job:
     kept: bool = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingSave:
+    """Blocks of one request and group that are to be saved."""
+
+    group: int
+    """The group's position."""
+    names: HashArray
+    blocks: list[Any]
+    """The engine's, held."""
+    adapter: Adapter | None
+    told: list[Any]
+    """What the announcer is to tell of them."""
+
+
 class SaveBook:
-    """The save jobs under way, and the references they hold in the engine's block pool."""
+    """The save jobs to come and under way, and the references they hold in the engine's block pool."""
 
     def __init__(self, ranks: int, max_held_blocks: int) -> None:
         self.pool: Any = None
@@ -171,6 +186,7 @@ class SaveBook:
         self._ranks = ranks
         self._max_held_blocks = max_held_blocks
         self._held = 0
+        self._queued: list[PendingSave] = []
         self._jobs: dict[int, _Job] = {}
 
     def room(self) -> int:
@@ -187,12 +203,44 @@ class SaveBook:
         self.pool.free_blocks(reversed(blocks))
         self._held -= len(blocks)
 
-    def sent(self, job: int, blocks: list[Any], told: list[Any]) -> None:
-        """The held blocks are the job's from now on. told: what reported() returns when all is stored."""
-        self._jobs[job] = _Job(blocks, told)
+    def queue(self, save: PendingSave) -> None:
+        """Its blocks are held; the next orders() send it."""
+        self._queued.append(save)
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether anything is to be sent."""
+        return bool(self._queued)
+
+    def drop_queued(self) -> int:
+        """Gives back what was not sent yet; returns how many blocks that were."""
+        dropped = [block for save in self._queued for block in save.blocks]
+        for save in self._queued:
+            self.release(save.blocks)
+        self._queued = []
+        return len(dropped)
+
+    def orders(self, next_job: Callable[[], int]) -> list[SaveOrder]:
+        """One job of all that is queued, group by group; under each LoRA adapter one of its own."""
+        queued, self._queued = sorted(self._queued, key=lambda save: save.group), []
+        return [
+            self._order(next_job(), adapter, [save for save in queued if save.adapter == adapter])
+            for adapter in dict.fromkeys(save.adapter for save in queued)
+        ]
+
+    def _order(self, job: int, adapter: Adapter | None, saves: Sequence[PendingSave]) -> SaveOrder:
+        parts = []
+        for position in dict.fromkeys(save.group for save in saves):
+            pieces = [save for save in saves if save.group == position]
+            ids = [block.block_id for save in pieces for block in save.blocks]
+            names = np.concatenate([save.names for save in pieces])
+            parts.append(GroupBlocks(position, names, np.array(ids, np.int64)))
+        blocks = [block for save in saves for block in save.blocks]
+        self._jobs[job] = _Job(blocks, [run for save in saves for run in save.told])
+        return SaveOrder(job, parts, adapter)
 
     def reported(self, job: int, ranks: int, kept: bool) -> list[Any]:
-        """`ranks` more ranks are done with the job; returns what was told of it if all are and all was stored."""
+        """`ranks` more ranks are done with the job; returns what is to be told of it if all are and all was stored."""
         known = self._jobs.get(job)
         if known is None:
             return []

@@ -147,6 +147,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             load_async=settings.load_async or not self._by_block,
             lookup_wait_s=settings.lookup_wait_s,
             lookup_timeout_s=settings.lookup_timeout_s,
+            save_alarm_s=4 * settings.save_timeout_s,
         )
         self._finder = Finder(self._store, self._groups, settings.lease_s, settings.min_load_tokens)
         self._clearer = Clearer(self._store)

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from tierkv.adapters.vllm.announce import Announcer
-from tierkv.adapters.vllm.books import RequestState, SaveBook
+from tierkv.adapters.vllm.books import PendingSave, RequestState, SaveBook
 from tierkv.adapters.vllm.counters import Counters
 from tierkv.adapters.vllm.finder import Finder, Search
 from tierkv.adapters.vllm.groups import Group, Kind, longest_hit, margin_tokens, step_tokens, to_load
-from tierkv.adapters.vllm.lora import Adapter, AdapterBook
-from tierkv.adapters.vllm.messages import GroupBlocks, LoadOrder, SaveOrder, StepOrders, WorkerReport
-from tierkv.types import HASH_BYTES, HashArray, TierKind
+from tierkv.adapters.vllm.lora import AdapterBook
+from tierkv.adapters.vllm.messages import GroupBlocks, LoadOrder, StepOrders, WorkerReport
+from tierkv.types import HASH_BYTES, TierKind
 
 log = logging.getLogger("tierkv.vllm")
 
@@ -48,20 +48,8 @@ class SchedulerOptions:
     load_async: bool = True
     lookup_wait_s: float = 0.002
     lookup_timeout_s: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Save:
-    """Blocks of one request and group that are to be saved."""
-
-    group: int
-    """The group's position."""
-    names: HashArray
-    blocks: list[Any]
-    """The engine's, held."""
-    adapter: Adapter | None
-    told: list[Any]
-    """What the announcer is to tell of them."""
+    save_alarm_s: float = 120.0
+    """A save that no rank has reported after so long is told of: its blocks are held until then."""
 
 
 class ConnectorScheduler:
@@ -107,8 +95,6 @@ class ConnectorScheduler:
         self._book = SaveBook(options.ranks, options.max_held_blocks)
         self._last_job = 0
         self._loads: list[LoadOrder] = []
-        self._saves: list[_Save] = []
-        """What the next step sends."""
         self._step = 0
         self._awaited_step = 0
         """The last step that waited for loads: whether they came is known with its outcome."""
@@ -116,6 +102,7 @@ class ConnectorScheduler:
         """The last such step of which all ranks have reported."""
         self._step_ranks: dict[int, int] = {}
         self._waited_s = 0.0
+        self._alarmed = False
         self._manager: Any = None
         self._renewal = ""
         self._clear_mark: int | None = None
@@ -131,6 +118,10 @@ class ConnectorScheduler:
         """The engine's cache manager: block tables, and the pool that counts references."""
         self._manager = kv_cache_manager
         self._book.pool = kv_cache_manager.block_pool
+
+    def _next_job(self) -> int:
+        self._last_job += 1
+        return self._last_job
 
     # Looking up
 
@@ -233,9 +224,8 @@ class ConnectorScheduler:
         boundary = search.above_tokens + external_tokens
         # The engine may take less than was offered; where a group serves no resume there, the load must fail whole.
         whole = longest_hit(self._groups, search.stored, search.above_tokens, boundary) == boundary
-        self._last_job += 1
         order = LoadOrder(
-            self._last_job, request.request_id, [], not self._options.load_async, not whole, state.adapter
+            self._next_job(), request.request_id, [], not self._options.load_async, not whole, state.adapter
         )
         for position, group in enumerate(self._groups):
             table = blocks.blocks[group.index]
@@ -257,8 +247,7 @@ class ConnectorScheduler:
         if state is not None:
             self._end_search(state)
             state.load_failed()
-        self._last_job += 1
-        order = LoadOrder(self._last_job, request_id, [], not self._options.load_async, fails=True)
+        order = LoadOrder(self._next_job(), request_id, [], not self._options.load_async, fails=True)
         for position, group in enumerate(self._groups):
             ids = np.array(
                 [block.block_id for block in blocks.blocks[group.index] if not block.is_null], np.int64
@@ -298,6 +287,7 @@ class ConnectorScheduler:
         """What the workers are to do in the step that the engine has just scheduled."""
         self._step += 1
         self._waited_s = 0.0
+        self._watch_saves()
         orders = StepOrders(self._step, greeted=self.serving, renewal=self._renewal)
         orders.loads, self._loads = self._loads, []
         if output.has_sync_kv_loads:
@@ -308,11 +298,22 @@ class ConnectorScheduler:
                     self._book.drop_tails(self._requests[request_id])
             if self._saving:
                 self._collect(output)
-                orders.saves = self._save_orders()
+                orders.saves = self._book.orders(self._next_job)
+                self._counters.count("save_jobs", len(orders.saves))
         except Exception:  # the engine waits for the loads that are ordered here
             log.exception("what this step completes is not saved")
         orders.answer = self._awaited_step > self._known_step
         return orders
+
+    def _watch_saves(self) -> None:
+        if not self._book.busy:
+            self._alarmed = False
+        elif not self._alarmed and self._book.oldest_s > self._options.save_alarm_s:
+            self._alarmed = True
+            log.error(
+                "a worker has not reported its saves for %.0f s: %d of the engine's blocks are held meanwhile, and its "
+                "prefix cache cannot be reset", self._book.oldest_s, self._book.held_blocks,
+            )  # fmt: skip
 
     @property
     def _saving(self) -> bool:
@@ -445,7 +446,7 @@ class ConnectorScheduler:
             names = state.names(hashes)
             if self._announcer is not None:
                 told = self._announcer.describe(state.request, position, hashes, names, indices)
-            self._saves.append(_Save(position, names[indices], held, state.adapter, told))
+            self._book.queue(PendingSave(position, names[indices], held, state.adapter, told))
         return left
 
     def _take_states(self, request_id: str, offers: Sequence[tuple[int, int, int]]) -> None:
@@ -466,27 +467,6 @@ class ConnectorScheduler:
                 continue
             left = self._hold(position, state, [index], {index: self._manager.block_pool.blocks[block_id]})
             self._counters.count("dropped_blocks", len(left))
-
-    def _save_orders(self) -> list[SaveOrder]:
-        """One job of all that is queued, group by group; under each LoRA adapter one of its own."""
-        queued, self._saves = sorted(self._saves, key=lambda save: save.group), []
-        return [
-            self._save_order(adapter, [save for save in queued if save.adapter == adapter])
-            for adapter in dict.fromkeys(save.adapter for save in queued)
-        ]
-
-    def _save_order(self, adapter: Adapter | None, queued: list[_Save]) -> SaveOrder:
-        parts = []
-        for position in dict.fromkeys(save.group for save in queued):
-            pieces = [save for save in queued if save.group == position]
-            ids = [block.block_id for save in pieces for block in save.blocks]
-            names = np.concatenate([save.names for save in pieces])
-            parts.append(GroupBlocks(position, names, np.array(ids, np.int64)))
-        self._last_job += 1
-        blocks = [block for save in queued for block in save.blocks]
-        self._book.sent(self._last_job, blocks, [run for save in queued for run in save.told])
-        self._counters.count("save_jobs")
-        return SaveOrder(self._last_job, parts, adapter)
 
     # What the workers report
 
@@ -581,7 +561,7 @@ class ConnectorScheduler:
 
     def has_unsent_work(self) -> bool:
         """Whether the engine must go on stepping for saves to be sent or reported."""
-        return bool(self._saves) or self._book.busy
+        return self._book.has_queued or self._book.busy
 
     def frees_blocks_soon(self) -> bool:
         """Whether blocks come free without preempting anybody: those of saves under way, unless they take long."""
@@ -596,10 +576,7 @@ class ConnectorScheduler:
         saves that were not begun is given back."""
         for state in self._requests.values():
             self._book.drop_tails(state)
-        for save in self._saves:
-            self._book.release(save.blocks)
-            self._counters.count("dropped_blocks", len(save.blocks))
-        self._saves = []
+        self._counters.count("dropped_blocks", self._book.drop_queued())
 
     def was_reset(self) -> None:
         """The engine has forgotten its own prefix cache."""
