@@ -319,3 +319,15 @@ def test_one_bad_write_of_a_batch_loses_one_block(tmp_path: Path) -> None:
         assert sorted(load(rig.store, space, hashes)) == [OK] * 7 + [MISS]
         rig.settled()
         assert rig.store.stats().tiers["nvme"].used_bytes <= 15 * 4096
+
+
+def test_few_slabs_for_several_sizes_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Rig(tmp_path, dram_blocks=256, nvme_blocks=32, slab_blocks=8) as rig:
+        rig.space()
+        rig.store.open(make_spec(4096, group="of the same size"))
+        assert "different sizes" not in caplog.text
+        rig.store.open(make_spec(8192, group="of another size"))
+        (line,) = [
+            record.getMessage() for record in caplog.records if "different sizes" in record.getMessage()
+        ]
+        assert line.startswith("nvme: 4 slabs of 32768 bytes for blocks of 2 different sizes")

@@ -46,6 +46,8 @@ log = logging.getLogger("tierkv.store")
 LOOKUP_ORDER = bytes([TierKind.DRAM, TierKind.NVME, TierKind.DFS])
 NO_SLOTS = np.empty(0, np.uint32)
 _MAX_CLASSES = 255
+_SLABS_A_SIZE = 8
+"""With fewer slabs for each size of block, sizes crowd each other out noticeably."""
 _CLOSING_NOTICED_S = 0.25
 
 
@@ -173,7 +175,21 @@ class Core:
                     f"a store holds at most {_MAX_CLASSES} different block sizes; {slot_bytes} is one more"
                 )
             found = self._classes[slot_bytes] = len(self._classes)
+            self._warn_of_few_slabs()
         return found
+
+    def _warn_of_few_slabs(self) -> None:
+        """A slab holds blocks of one size: with few of them, some sizes find no room while others have it."""
+        for name, tier in (("dram", self.config.dram), ("nvme", self.config.nvme)):
+            if tier is None:
+                continue
+            slabs, sizes = tier.capacity_bytes // tier.slab_bytes, len(self._classes)
+            if sizes > 1 and slabs < _SLABS_A_SIZE * sizes:
+                log.warning(
+                    "%s: %d slabs of %d bytes for blocks of %d different sizes: one size may lack room while another has "
+                    "plenty: raise %s.capacity_bytes, or lower %s.slab_bytes",
+                    name, slabs, tier.slab_bytes, sizes, name, name,
+                )  # fmt: skip
 
     def size_class(self, space: Keyspace) -> int:
         """The number of the keyspace's slot size in the index."""
