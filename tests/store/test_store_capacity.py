@@ -330,4 +330,4 @@ def test_few_slabs_for_several_sizes_are_warned_of(tmp_path: Path, caplog: pytes
         (line,) = [
             record.getMessage() for record in caplog.records if "different sizes" in record.getMessage()
         ]
-        assert line.startswith("nvme: 4 slabs of 32768 bytes for blocks of 2 different sizes")
+        assert line.startswith("nvme: 4 slabs of 32768 bytes for 2 different sizes of block")

@@ -186,7 +186,7 @@ class Core:
             slabs, sizes = tier.capacity_bytes // tier.slab_bytes, len(self._classes)
             if sizes > 1 and slabs < _SLABS_A_SIZE * sizes:
                 log.warning(
-                    "%s: %d slabs of %d bytes for blocks of %d different sizes: one size may lack room while another has "
+                    "%s: %d slabs of %d bytes for %d different sizes of block: one may lack room while another has "
                     "plenty: raise %s.capacity_bytes, or lower %s.slab_bytes",
                     name, slabs, tier.slab_bytes, sizes, name, name,
                 )  # fmt: skip
