@@ -20,11 +20,10 @@ _EAGER = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "tensor": ("llama", {"tensor_parallel_size": 2}, 1, 1),
     "tensor-several-groups": ("gemma3", {"tensor_parallel_size": 2}, 1, 1),
-    "tensor-replicas": ("one_head", {"tensor_parallel_size": 2}, 1, 2),
+    "tensor-replicas": ("one_head", {"tensor_parallel_size": 2}, 1, 1),
     "pipeline": ("llama", {"pipeline_parallel_size": 2, **_EAGER}, 2, 1),
 }
-"""Model, engine arguments, how many blocks of the store one of the engine's makes, and how often its bytes are stored:
-vLLM does not say of which heads its ranks hold replicas."""
+"""Model, engine arguments, how many blocks of the store one of the engine's makes, how often its bytes are stored."""
 LATENT_ROUNDING = 0.1
 """vLLM 0.32 computes MLA over cached blocks by another kernel, in bfloat16."""
 LATENT_BLOCK_BYTES = 2 * 16 * 576 * 2

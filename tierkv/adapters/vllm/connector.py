@@ -176,7 +176,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         for group in self._groups:
             described = config.kv_cache_groups[group.index]
             layers = [layer for layer in described.layer_names if layer in kv_caches]
-            shard = shard_of(facts, compat.replicas_of(self._vllm_config, described.kv_cache_spec))
+            replicas = compat.replicas_of(self._vllm_config, described.kv_cache_spec)
+            if replicas == 1 and facts.tensor_size > 1:
+                replicas = hooks.kv_head_replicas(
+                    self._vllm_config.compilation_config.static_forward_context, layers
+                )
+            shard = shard_of(facts, replicas)
             shards.append(shard)
             if not layers:
                 paths.append(None)

@@ -1,8 +1,10 @@
-"""Hooks on vLLM's own objects, for what it does not tell connectors: resets of its prefix cache, and LoRA weights."""
+"""Hooks on vLLM's own objects, for what it does not tell connectors: resets of its prefix cache, the LoRA weights that
+a worker has loaded, and which ranks hold the same KV heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierkv.adapters.vllm.lora import LoadedAdapters
@@ -58,3 +60,41 @@ def loaded_adapters(vllm_config: Any) -> LoadedAdapters:
         WorkerLoRAManager._load_adapter = noted
     _loaded_adapters[:] = [loaded]
     return loaded
+
+
+def kv_head_replicas(layers: Mapping[str, Any], names: Sequence[str]) -> int:
+    """How many consecutive tensor-parallel ranks hold the same KV heads of attention layers, because there are more
+    ranks than heads; 1 where that is not certain. To be called while the worker's model runner has us called.
+
+    layers: the engine's attention layers by name. What counts is the projection that makes a layer's keys and values:
+    vLLM's own gives rank r the head r // replicas, and another one may do otherwise.
+    """
+    model = _model_being_served()
+    if model is None:
+        return 1
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    return min((_replicas_of(layers.get(name), parents) for name in names), default=1)
+
+
+def _replicas_of(layer: Any, parents: Mapping[int, Any]) -> int:
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    parent = parents.get(id(layer))
+    if parent is None:
+        return 1
+    projections = [getattr(child, "base_layer", child) for child in parent.children()]  # LoRA wraps them
+    found = [child for child in projections if type(child) is QKVParallelLinear]
+    if len(found) != 1 or getattr(layer, "num_kv_heads", None) != found[0].num_kv_heads:
+        return 1
+    return int(found[0].num_kv_head_replicas)
+
+
+def _model_being_served() -> Any | None:
+    """The model of the runner that is among the callers; None where there is none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+        if callable(get_model):
+            return get_model()
+        frame = frame.f_back
+    return None
