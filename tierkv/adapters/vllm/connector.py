@@ -413,7 +413,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.begin_clear(self._renewal)
         if self._scheduler.serving:
             self._finder.serve(self._open_spaces)
-        return self._clearer.clear(self._given_up, _CLEAR_WAIT_S)
+        given_up = self._given_up
+        if (
+            self._scheduler.end_clear()
+        ):  # nothing is being saved: once is enough, and others may save there again
+            self._given_up = []
+        return self._clearer.clear(given_up, _CLEAR_WAIT_S)
 
     def take_events(self) -> Iterable[Any]:
         """KV cache events for routers."""
