@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -225,6 +226,11 @@ class EngineServer:
                 return rounds
             assert time.monotonic() < deadline_s, f"blocks are still held after {timeout_s} s"
             time.sleep(0.02)
+
+    def inside(self, function: str, arguments: dict[str, Any]) -> Any:
+        """Calls `module.function` of this directory, with the engine (an LLM) as the first argument."""
+        module, _, name = function.rpartition(".")
+        return getattr(importlib.import_module(module), name)(self._engine, **arguments)
 
     def hold_loads(self) -> None:
         """Lets no load begin until release_loads()."""

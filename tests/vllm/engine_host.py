@@ -187,6 +187,10 @@ class EngineHost(EngineProcess):
         """Waits until all saves have read their blocks, and empties the engine's prefix cache."""
         self.call("settle", timeout_s + CALL_TIMEOUT_S, timeout_s=timeout_s)
 
+    def inside(self, function: str, **arguments: Any) -> Any:
+        """Calls `module.function` of this directory in the engine's process, with the engine as the first argument."""
+        return self.call("inside", function=function, arguments=arguments)
+
     def hold_loads(self) -> None:
         """Lets no load of the connector begin until release_loads()."""
         self.call("hold_loads")
