@@ -165,6 +165,50 @@ def test_damaged_blocks(model: str, policy: str, engine: EngineHost, agent_on_di
     assert all(cached(found))
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_prefix_of_a_failed_synchronous_load(
+    policy: str, engine: EngineHost, agent_on_disk: AgentProcess
+) -> None:
+    """Such a load's blocks are in the engine's own cache before they are there. When they turn out not to come, nobody
+    who shares the prefix may go on with them: not beside the load, not right after it, and not from the store."""
+    prompts = [prompt_of(("prefix", index), 400) for index in range(2)]
+    turns = [prompt[:300] + prompt_of(("another", index), 150) for index, prompt in enumerate(prompts)]
+    connector = tierkv_connector(agent_on_disk.socket, policy=policy, load_async=False)
+    engine.open("llama")
+    expected, expected_turns = engine.generate(prompts, 8), engine.generate(turns, 8)
+    engine.open("llama", connector)
+    engine.generate(prompts, 8)
+    engine.settle()
+    engine.close_engine()
+    agent_on_disk.end()
+    assert damage(agent_on_disk.directory / "nvme")
+    agent_on_disk.start()
+
+    engine.open("llama", connector)
+    engine.add("load 0", prompts[0], 8)
+    engine.add("beside", turns[0], 8)
+    engine.add("load 1", prompts[1], 8)
+    engine.step_until("load 1", "RUNNING")
+    engine.add("after", turns[1], 8)
+    answers = engine.finish()
+    assert agent_on_disk.stats().corrupt_blocks > 0
+    loads = [answers["load 0"], answers["load 1"]]
+    if policy == "recompute":
+        check_same(loads, expected, "recomputed")
+        check_same([answers["beside"]], expected_turns[:1], "beside a load that failed")
+    else:
+        assert [answer["reason"] for answer in loads] == ["error", "error"]
+        if answers["beside"]["reason"] != "error":  # the policy may take those that share the blocks along
+            check_same([answers["beside"]], expected_turns[:1], "beside a load that failed")
+    check_same([answers["after"]], expected_turns[1:], "right after a load that failed")
+    check_same(engine.generate(turns, 8), expected_turns, "from the engine's own cache")
+    for what in ("stored anew", "warm"):
+        engine.settle()
+        found = engine.generate([*prompts, *turns], 8)
+        check_same(found, [*expected, *expected_turns], what)
+    assert all(cached(found))
+
+
 def test_agent_stalls(engine: EngineHost, agent: AgentProcess) -> None:
     """SIGSTOP: look-ups, loads and saves end by their deadlines; SIGCONT: hits again."""
     prompts = prompts_of("stalls", 700, 420)
