@@ -414,9 +414,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler.serving:
             self._finder.serve(self._open_spaces)
         given_up = self._given_up
-        if (
-            self._scheduler.end_clear()
-        ):  # nothing is being saved: once is enough, and others may save there again
+        if self._scheduler.end_clear():  # nothing is being saved there: once is enough, others may go on
             self._given_up = []
         return self._clearer.clear(given_up, _CLEAR_WAIT_S)
 
