@@ -80,6 +80,8 @@ class EngineProcess:
 
     def call(self, name: str, timeout_s: float, /, **arguments: Any) -> Any:
         """One command's result: a method of what serve() was given. failure() if it raised, ended or is late."""
+        if self._commands < 0:
+            raise self.failure(f"{name}: it takes no commands any more: one was late, or it was ended")
         deadline_s = time.monotonic() + timeout_s
         line = json.dumps({"name": name, "arguments": arguments}).encode() + b"\n"
         while line:
@@ -105,6 +107,7 @@ class EngineProcess:
         poll.register(end, event)
         if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
             self.late()
+            self._close_commands()  # its answer may still come: nobody must take it for another's
             raise self.failure(f"{name} took longer than {timeout_s:g} s")
 
     def _ended(self, name: str) -> Exception:
