@@ -175,3 +175,23 @@ def test_load_fails(tmp_path: Path) -> None:
         raise KeyError
     assert not loaded.computed(adapter)
     assert not loaded.may_compute(adapter)
+
+
+def test_files_are_read_again_only_when_they_look_different(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, reads = write(tmp_path / "one"), []
+
+    def counted(path: str) -> str | None:
+        reads.append(path)
+        return adapter_revision(path)
+
+    monkeypatch.setattr("tierkv.adapters.vllm.lora.adapter_revision", counted)
+    book = AdapterBook()
+    first = book.adapter_of(Request(str(place)))
+    assert first is not None
+    assert all(book.adapter_of(Request(str(place))) == first for _ in range(5))
+    assert len(reads) == 1
+    (place / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    assert book.adapter_of(Request(str(place))) is None, "the files have changed under this engine"
+    assert len(reads) == 2

@@ -61,6 +61,16 @@ def adapter_revision(path: str) -> str | None:
         return None
 
 
+def _look_of(path: str) -> object:
+    """Names, sizes and times of an adapter's files; None where it has none."""
+    try:
+        with os.scandir(os.path.expanduser(path)) as entries:
+            files = [(entry.name, entry.stat()) for entry in entries]
+    except (OSError, ValueError):
+        return None
+    return sorted((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in files)
+
+
 def rekeyed(hashes: HashArray, key: bytes) -> HashArray:
     """The names of (n, 32) blocks under an adapter's key, which is as good as random: no two adapters share one."""
     return hashes ^ np.frombuffer(key, np.uint8)
@@ -74,6 +84,8 @@ class AdapterBook:
         self._settings = digest_of(settings or {})
         self._known: dict[tuple[str, str], str | None] = {}
         """(name, path), as in the engine's block hashes -> the revision; None if there is none to go by."""
+        self._looks: dict[str, tuple[object, str | None]] = {}
+        """Path -> (what its files looked like, the revision that they gave)."""
 
     def adapter_of(self, request: AdapterRequest) -> Adapter | None:
         """The adapter of a request; None where its blocks must be neither looked for nor kept."""
@@ -84,11 +96,11 @@ class AdapterBook:
         return Adapter(request.lora_int_id, revision, hashlib.sha256(form.encode()).digest())
 
     def _revision(self, name: str, path: str) -> str | None:
-        """Looks at the directory each time, which takes some 50 us: it may have changed since the last request."""
+        """Looks at the directory each time, as it may have changed since the last request: some 10 us a file."""
         known = self._known.get((name, path), "")
         if known is None or (not known and len(self._known) >= MAX_ADAPTERS):
             return None
-        found = adapter_revision(path)
+        found = self._looked_at(path)
         if found is None:
             log.warning(
                 "LoRA adapter %r: %r is no local directory with weights, so nothing tells them from others: its "
@@ -103,6 +115,16 @@ class AdapterBook:
             found = None
         self._known[name, path] = found
         return found
+
+    def _looked_at(self, path: str) -> str | None:
+        """adapter_revision(), which reads files only when some look different from the last time."""
+        look = _look_of(path)
+        known = self._looks.get(path)
+        if known is None or look is None or known[0] != look:
+            if len(self._looks) >= MAX_ADAPTERS:
+                self._looks.clear()
+            known = self._looks[path] = (look, adapter_revision(path))
+        return known[1]
 
 
 class LoadedAdapters:
