@@ -40,13 +40,13 @@ _LEAVE = "import os, sys; os.fork() and os._exit(0); os.execv(sys.argv[1], sys.a
 """A process that leaves its child, the agent, to init: engines kill whatever descends from them when they end."""
 
 
-def attach(settings: AgentOptions, name: str, **options: Any) -> AgentStore:
+def attach(settings: AgentOptions, name: str, *, revive: bool = True, **options: Any) -> AgentStore:
     """A client of the agent at the settings' socket; AgentUnavailable when there is none within agent_wait_s.
 
-    With start_agent the client also starts one when the agent goes away later. options: as for AgentStore.
+    With start_agent and `revive`, the client also starts one when the agent goes away later. options: for AgentStore.
     """
     path = socket_path(settings.socket())
-    if settings.start_agent:
+    if settings.start_agent and revive:
         options["when_away"] = Reviver(settings, Path(path))
     deadline_s = time.monotonic() + settings.agent_wait_s
     while True:

@@ -117,7 +117,11 @@ class Attachment:
                 self._specs = {
                     number: renewed(spec, self._renewal) for number, spec in self._first_specs.items()
                 }
-            del self._to_clear[:-MAX_TO_CLEAR]
+            if len(self._to_clear) > MAX_TO_CLEAR:
+                log.warning(
+                    "%d keyspaces are never cleared: too many others wait", len(self._to_clear) - MAX_TO_CLEAR
+                )
+                del self._to_clear[:-MAX_TO_CLEAR]
             self._lock.notify_all()
 
     def _run(self) -> None:
@@ -212,11 +216,14 @@ class Attachment:
                 spec = self._to_clear[0] if self._to_clear else None
             if spec is None:
                 return
-            removed = store.clear(store.expect(spec))
+            space = store.expect(spec)
+            removed = store.clear(space)
             log.info("removed %d copies of blocks from the store, for the engine's cache was reset", removed)
             with self._lock:
                 if self._to_clear and self._to_clear[0] is spec:
                     del self._to_clear[0]
+                if spec not in (self._specs or {}).values():
+                    store.forget(space)
 
     def close(self) -> None:
         """Detaches; every job of the agent's client is settled. Idempotent."""

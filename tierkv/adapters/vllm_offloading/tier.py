@@ -202,6 +202,7 @@ def _connect(options: TierOptions, wait_s: float) -> AgentStore:
     return attach(
         msgspec.structs.replace(options, agent_wait_s=wait_s),
         f"vllm offloading tier {os.getpid()}",
+        revive=False,  # the attachment looks after that
         call_timeout_s=options.lookup_timeout_s,
         copy_threads=options.copy_threads,
         load_timeout_s=options.load_timeout_s,
