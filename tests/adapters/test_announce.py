@@ -40,7 +40,8 @@ class Router:
     """What is believed to be where, by the log's calls."""
 
     def __init__(self) -> None:
-        self.dropped_blocks = 0
+        self.places = 1 << 20
+        """How much may be told of until the engine takes it."""
         self.held: dict[TierKind, set[tuple[int, bytes]]] = {kind: set() for kind in TierKind}
 
     def describe(self, request: Any, group: int, hashes: HashArray, first: int, parent: bytes | None) -> Any:
@@ -52,16 +53,26 @@ class Router:
     def stored(self, run: Any, tier: TierKind, kept: BoolArray | None = None) -> None:
         assert kept is not None
         assert kept.any()
+        self.places -= int(np.count_nonzero(kept))
+        assert self.places >= 0, "more is told of than there is room for"
         told = {(run.group, row.tobytes()) for row in run.hashes[kept]}
         assert not told & self.held[tier], "nothing is told twice"
         self.held[tier] |= told
 
     def removed(self, group: int, hashes: HashArray, tier: TierKind) -> None:
+        self.places -= len(hashes)
         gone = {(group, row.tobytes()) for row in hashes}
         assert gone <= self.held[tier], "what was never told is not taken back"
         self.held[tier] -= gone
 
-    def cleared(self) -> None:
+    def room(self) -> int:
+        return max(0, self.places)
+
+    def drop(self) -> None:
+        """Everything that was told has been read at once."""
+
+    def engine_clears(self) -> None:
+        """As a router takes the engine's own event."""
         self.held = {kind: set() for kind in TierKind}
 
 
@@ -71,10 +82,18 @@ class AwayStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.attached = True
+        self.late = 0
+        """How many of the next look-ups are not answered in time."""
 
-    def lookup(self, queries: Sequence[tuple[Keyspace, HashArray]]) -> list[UInt8Array]:
+    def lookup(
+        self, queries: Sequence[tuple[Keyspace, HashArray]], *, strict: bool = False
+    ) -> list[UInt8Array]:
+        assert strict, "what is not known is not to be taken for gone"
+        if self.late:
+            self.late -= 1
+            raise AgentUnavailable("late")
         if not self.attached:
-            return [np.zeros(len(hashes), np.uint8) for _, hashes in queries]
+            raise AgentUnavailable("away")
         return self.store.lookup(queries)
 
     def changes(
@@ -109,6 +128,7 @@ class Rig:
         self.store, self.away, self.router = store, AwayStore(store), Router()
         self.announcer = Announcer(self.router, GROUPS, self.away, max_blocks)
         self.described: dict[int, set[int]] = {0: set(), 1: set()}
+        self.generation = 0
         self.renew(0)
 
     def renew(self, number: int) -> None:
@@ -117,7 +137,7 @@ class Rig:
             [None if name is None else self.store.open(make_spec(BLOCK_BYTES, group=name)) for name in stage]
             for stage in names
         ]
-        self.announcer.serve(self.spaces)
+        self.announcer.serve(self.spaces, self.generation)
         self.described = {0: set(), 1: set()}
 
     def save(self, position: int, indices: Sequence[int], stages: Sequence[int] = (0, 1)) -> None:
@@ -215,9 +235,9 @@ def test_a_clear_forgets_what_was_described(tmp_path: Path) -> None:
         made.save(1, range(4))
         made.tell(1, range(4))
         made.settled()
-        made.announcer.cleared()
-        assert not any(made.router.held.values())
+        made.generation = made.announcer.cleared()
         assert made.announcer.describe(None, 1, BLOCKS, NAMES, [0]) == [], "nothing before it is served again"
+        eventually(lambda: not any(made.router.held.values()), "what was told is taken back")
         made.renew(1)
         made.save(1, range(2, 6))
         made.tell(1, range(2, 6))
@@ -231,7 +251,7 @@ def test_only_what_is_new_is_described_a_stretch_each(tmp_path: Path) -> None:
         made.tell(1, [2, 3, 5])
         made.settled()
         runs = made.announcer.describe(None, 1, BLOCKS, NAMES, [0, 1, 2, 3, 4, 5, 6, 9])
-        assert [len(names) for _, names, _ in runs] == [2, 1, 1, 1]
+        assert [len(names) for _, _, names, _ in runs] == [2, 1, 1, 1]
         assert made.announcer.describe(None, 1, BLOCKS, NAMES, [2, 5]) == []
         assert made.announcer.describe(None, 1, BLOCKS, NAMES, []) == []
 
@@ -252,8 +272,57 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with rig(tmp_path) as made:
         runs = made.announcer.describe(None, 1, BLOCKS, NAMES, [0, 1, 2, 3, 5, 6, 8])
         made.announcer.stored(runs)
-        assert made.router.dropped_blocks == 2
+        assert made.announcer.dropped_blocks == 2
         assert made.announcer._waiting_blocks <= 5
+
+
+def test_what_the_engine_makes_routers_forget_is_told_again(tmp_path: Path) -> None:
+    with rig(tmp_path) as made:
+        made.save(1, range(4))
+        made.tell(1, range(4))
+        made.settled()
+        with made.announcer._lock:
+            made.announcer._waiting.append(made.router.engine_clears)
+        made.announcer.engine_cleared()
+        eventually(lambda: not made.announcer._waiting, "it is heard")
+        made.settled()
+        assert len(made.router.held[DRAM]) == 4
+
+
+def test_no_more_is_told_than_the_log_has_room_for(tmp_path: Path) -> None:
+    with rig(tmp_path) as made:
+        made.router.places = 12 * announce._EVENTS_A_ROW
+        made.save(1, range(16))
+        made.tell(1, range(16))
+        eventually(lambda: len(made.router.held[DRAM]) > 4, "some are told of")
+        made.router.places = 3
+        made.away.attached = False
+        eventually(
+            lambda: made.announcer._follower is not None and made.announcer._follower._away, "it is noticed"
+        )
+        assert made.router.held[DRAM]
+        made.router.places = 1 << 10
+        eventually(lambda: not any(made.router.held.values()), "the rest follows when there is room")
+        made.away.attached = True
+        made.settled()
+
+
+def test_changes_that_were_lost_take_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierkv.store.changes.CHANGES_KEPT", 16)
+    monkeypatch.setattr(announce, "_PIECE", 4)
+    with rig(tmp_path) as made:
+        made.save(1, range(4))
+        made.tell(1, range(4))
+        made.settled()
+        removed: list[Any] = []
+        monkeypatch.setattr(made.router, "removed", lambda *what: removed.append(what))
+        other = made.store.open(make_spec(BLOCK_BYTES, group="another engine's"))
+        for _ in range(20):
+            save(made.store, other, NAMES[30:34])
+            made.store.remove(other, NAMES[30:34])
+        eventually(lambda: made.announcer._follower.place is not None, "it has read on")  # type: ignore[union-attr]
+        assert not removed
+        made.settled()
 
 
 class AnnouncerMachine(RuleBasedStateMachine):
@@ -285,14 +354,28 @@ class AnnouncerMachine(RuleBasedStateMachine):
     def agent(self, away: bool) -> None:
         self.rig.away.attached = not away
 
-    @rule()
-    def reset(self) -> None:
+    @rule(late=st.booleans())
+    def reset(self, late: bool) -> None:
         self.resets += 1
-        self.rig.announcer.cleared()
+        self.rig.generation = self.rig.announcer.cleared()
+        if late:  # another reset came before the keyspaces of this one were opened
+            self.rig.announcer.serve(self.rig.spaces, self.rig.generation - 1)
         self.rig.renew(self.resets)
 
     @rule()
+    def engine_clears(self) -> None:
+        """The engine's event is published before whatever the announcer tells from now on."""
+        with self.rig.announcer._lock:  # as between two steps
+            self.rig.announcer._waiting.append(self.rig.router.engine_clears)
+        self.rig.announcer.engine_cleared()
+
+    @rule(count=st.integers(1, 3))
+    def agent_is_late(self, count: int) -> None:
+        self.rig.away.late = count
+
+    @rule()
     def quiet(self) -> None:
+        self.rig.away.late = 0
         assert self.rig.store.flush(TIMEOUT_S)
         self.rig.settled()
 

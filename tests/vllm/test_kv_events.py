@@ -153,5 +153,19 @@ def test_every_group_is_told_of(engine: EngineHost, agent: AgentProcess) -> None
     engine.generate([prompt], 1)
     router.until("it is stored anew", lambda: bool(router.held[CPU]))
     router.until("all of it", lambda: len(router.held[CPU]) == agent.stats().tiers["dram"].blocks)
+
+    stored = set(router.held[CPU])
+    assert engine.reset_within(
+        SOON_S, stepping=True
+    )  # which the engine's event does not say: routers forget ours too
+    router.until("what is still stored is told again", lambda: stored <= router.held[CPU])
+    engine.add("running", prompt, 100)
+    engine.step(5)
+    known = set(router.held[CPU])
+    held = set(router.held[GPU])
+    assert not engine.reset(connector=True), "the engine's own cache could be reset"
+    engine.finish()
+    router.until("what was cleared is taken back", lambda: not router.held[CPU] & known)
+    assert held <= router.held[GPU], "the engine's own blocks are still there"
     engine.close_engine()
     agent.check_idle()

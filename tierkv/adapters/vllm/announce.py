@@ -5,15 +5,16 @@ changes say into which tier it came and which it left, whoever moved or evicted 
 and a removal from DRAM. With pipeline stages a block is where all of them have it. While the agent is away nothing is
 anywhere.
 
-A thread of its own asks the store; the engine's thread only hands runs over. What the engine's stream is told follows
-the store within about _POLL_S, and is published with the engine's next step.
+A thread of its own asks the store and tells; the engine's thread only hands over. What is told follows the store within
+about _POLL_S, as far as the log has room, and is published with the engine's next step.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -37,18 +38,18 @@ MAX_WAITING = 1 << 16
 _POLL_S = 0.25
 _PIECE = 1 << 13
 """Changes that are read, and blocks that are looked up, in one message."""
-_TOLD_AT_ONCE = 1024
-"""Rows that are told of before the engine's thread may go on with a reset."""
+_TOLD_AT_ONCE = 256
+"""Rows that are told of before the log's room is looked at again."""
+_EVENTS_A_ROW = 6
+"""Blocks that a row's events name at most: it comes into and leaves each of three tiers."""
 
 Spaces = Sequence[Sequence[Keyspace | None]]
-Run = tuple[int, HashArray, Any]
-"""(group's position, names in the store (n, 32), the description by Log.describe())."""
+Run = tuple[Announced, int, HashArray, Any]
+"""(the table it belongs to, the group's position, names in the store (n, 32), the description by Log.describe())."""
 
 
 class Log(Protocol):
     """Where events go; see events.py."""
-
-    dropped_blocks: int
 
     def describe(
         self, request: Any, group: int, hashes: HashArray, first_block: int, parent: bytes | None
@@ -58,13 +59,17 @@ class Log(Protocol):
 
     def removed(self, group: int, hashes: HashArray, tier: TierKind) -> None: ...
 
-    def cleared(self) -> None: ...
+    def room(self) -> int: ...
+
+    def drop(self) -> None: ...
 
 
 class FollowedStore(Attachable, Protocol):
     """What an announcer needs of the store."""
 
-    def lookup(self, queries: Sequence[tuple[Keyspace, HashArray]]) -> list[UInt8Array]: ...
+    def lookup(
+        self, queries: Sequence[tuple[Keyspace, HashArray]], *, strict: bool = ...
+    ) -> list[UInt8Array]: ...
 
     def changes(
         self, spaces: Sequence[Keyspace], after: ChangePlace | None = None, count: int = ...
@@ -81,17 +86,25 @@ class Announcer:
         self._groups = groups
         self._store = store
         self._max_blocks = max_blocks
+        self.dropped_blocks = 0
+        """Blocks that were never announced because too many waited."""
         self._lock = threading.Condition()
-        self._spaces: Spaces = ()
         self._table: Announced | None = None
-        """Of the keyspaces in use; another one after each clear."""
-        self._waiting: list[Run] = []
+        """Of the keyspaces in use; None between a clear and serve()."""
+        self._generation = 0
+        self._waiting: list[Callable[[], None]] = []
+        """What the thread is to do, in order."""
         self._waiting_blocks = 0
         self._closing = False
+        # The thread's own:
+        self._follower: _Follower | None = None
+        self._untold: deque[tuple[Announced, UInt32Array]] = deque()
+        """Tables, and rows of them that may have changed since they were told of."""
+        self._new: list[Run] = []
         self._thread = threading.Thread(target=self._run, name="tierkv-events", daemon=True)
         self._thread.start()
 
-    # On the engine's thread
+    # On the engine's thread: nothing here waits for the other one
 
     def describe(
         self, request: Any, position: int, hashes: HashArray, names: HashArray, indices: Sequence[int]
@@ -112,35 +125,49 @@ class Announcer:
             parent = hashes[first - 1].tobytes() if first else None
             run = self._log.describe(request, self._groups[position].index, hashes[first:last], first, parent)
             if run is not None:
-                runs.append((position, np.array(names[first:last]), run))
+                runs.append((table, position, np.array(names[first:last]), run))
         return runs
 
     def stored(self, runs: Sequence[Run]) -> None:
         """What describe() described is in the store."""
         with self._lock:
             for run in runs:
-                if self._waiting_blocks + len(run[1]) > MAX_WAITING:
-                    self._log.dropped_blocks += len(run[1])
+                count = len(run[2])
+                if self._waiting_blocks + count > MAX_WAITING:
+                    self.dropped_blocks += count
                     continue
-                self._waiting.append(run)
-                self._waiting_blocks += len(run[1])
+                self._waiting_blocks += count
+                self._waiting.append(partial(self._take_in, run))
             self._lock.notify_all()
 
-    def cleared(self) -> None:
-        """Nothing is there any more, until serve() says in which keyspaces."""
+    def cleared(self) -> int:
+        """The keyspaces are given up: what was told of them is taken back. Returns what serve() is to be given."""
         with self._lock:
-            self._spaces, self._table = (), None
-            self._waiting, self._waiting_blocks = [], 0
-            self._log.cleared()
+            self._table = None
+            self._generation += 1
+            self._waiting.append(self._give_up)
+            self._lock.notify_all()
+            return self._generation
+
+    def engine_cleared(self) -> None:
+        """The engine publishes that all blocks are gone, from which routers conclude that ours are too: all that is
+        still there is told again."""
+        self._log.drop()  # it would be published after the engine's event, which says more
+        with self._lock:
+            self._waiting.append(self._tell_again)
+            self._lock.notify_all()
 
     # On any thread
 
-    def serve(self, spaces: Spaces) -> None:
-        """The keyspaces that blocks are saved to from now on: for each stage, for each group."""
+    def serve(self, spaces: Spaces, generation: int) -> None:
+        """The keyspaces that blocks are saved to from now on: for each stage, for each group. Unless there was another
+        clear since `generation`, which is 0 before the first."""
+        table = Announced([[space is not None for space in stage] for stage in spaces], self._max_blocks)
         with self._lock:
-            self._spaces = spaces
-            has = [[space is not None for space in stage] for stage in spaces]
-            self._table = Announced(has, self._max_blocks)
+            if generation == self._generation and self._table is None:
+                self._table = table
+                self._waiting.append(partial(self._follow, _Follower(self._store, spaces, table)))
+                self._lock.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the thread. Idempotent."""
@@ -152,36 +179,59 @@ class Announcer:
     # The thread
 
     def _run(self) -> None:
-        follower: _Follower | None = None
         while True:
             with self._lock:
                 if not self._waiting and not self._closing:
                     self._lock.wait(_POLL_S)
                 if self._closing:
                     return
-                spaces, table = self._spaces, self._table
-                runs, self._waiting, self._waiting_blocks = self._waiting, [], 0
-            if table is None:
-                continue
-            if follower is None or follower.table is not table:
-                follower = _Follower(self._store, spaces, table)
+                waiting, self._waiting, self._waiting_blocks = self._waiting, [], 0
             try:
-                self._tell(follower, follower.follow(runs, partial(self._forgotten, table)))
+                for work in waiting:
+                    work()
+                if self._follower is not None:
+                    new, self._new = self._new, []
+                    self._untold += [
+                        (self._follower.table, rows) for rows in self._follower.look(new, self._removed)
+                    ]
+                self._tell()
             except Exception:  # the thread must go on; what was missed is looked up again
                 log.exception("what the store holds could not be followed")
-                follower.place = None
+                if self._follower is not None:
+                    self._follower.place = None
 
-    def _tell(self, follower: _Follower, rows: UInt32Array) -> None:
-        for begin in range(0, len(rows), _TOLD_AT_ONCE):
-            with self._lock:
-                if self._table is not follower.table:
-                    return  # all was cleared meanwhile
-                follower.table.settle(rows[begin : begin + _TOLD_AT_ONCE], self._log.stored, self._removed)
+    def _take_in(self, run: Run) -> None:
+        if self._follower is not None and run[0] is self._follower.table:  # else it was cleared meanwhile
+            self._new.append(run)
 
-    def _forgotten(self, table: Announced, position: int, hashes: HashArray, tier: TierKind) -> None:
-        with self._lock:
-            if self._table is table:
-                self._removed(position, hashes, tier)
+    def _follow(self, follower: _Follower) -> None:
+        self._follower = follower
+
+    def _give_up(self) -> None:
+        follower, self._follower, self._new = self._follower, None, []
+        if follower is not None:
+            follower.table.lose_all()
+            self._untold.append((follower.table, follower.table.used()))
+
+    def _tell_again(self) -> None:
+        tables = {id(table): table for table, _ in self._untold}
+        if self._follower is not None:
+            tables[id(self._follower.table)] = self._follower.table
+        self._untold.clear()
+        for table in tables.values():
+            table.untell()
+            self._untold.append((table, table.used()))
+
+    def _tell(self) -> None:
+        """Tells as much as the log has room for now; the engine takes it with its next step."""
+        while self._untold:
+            table, rows = self._untold.popleft()
+            for begin in range(0, len(rows), _TOLD_AT_ONCE):
+                some = rows[begin : begin + _TOLD_AT_ONCE]
+                if self._log.room() < _EVENTS_A_ROW * len(some):
+                    self._untold.appendleft((table, rows[begin:]))
+                    return
+                table.settle(some, self._log.stored, self._removed)
 
     def _removed(self, position: int, hashes: HashArray, tier: TierKind) -> None:
         self._log.removed(self._groups[position].index, hashes, tier)
@@ -204,53 +254,53 @@ class _Follower:
             if space is not None
         ]
 
-    def follow(self, runs: Sequence[Run], removed: Removed) -> UInt32Array:
+    def look(self, runs: Sequence[Run], removed: Removed) -> list[UInt32Array]:
         """Takes in new blocks and whatever has changed; returns the rows that it touched."""
-        touched = [np.empty(0, np.uint32)]
-        new = [(position, self.table.add(position, names, run, removed)) for position, names, run in runs]
-        touched += [rows for _, rows in new]
+        new = [(position, self.table.add(position, names, run, removed)) for _, position, names, run in runs]
+        touched = [rows for _, rows in new]
         try:
-            if not self._store.attached:
-                raise TierKVError("the agent is away")
-            if self.place is None:
-                self.place = self._place(None)
-                positions = dict.fromkeys(position for _, position, _ in self._asked)
-                new = [(position, self.table.rows(position)) for position in positions]
-            touched += [rows for _, rows in new]
-            for position, rows in new:
-                self._look_up(position, rows)
-            touched += self._read_on()
-            self._away = False
-        except TierKVError as error:
+            if self._store.attached:
+                self._away = False
+                if self.place is None or not self._read_on(new, touched):
+                    self._look_all_up(touched)
+                return touched
+        except TierKVError as error:  # it is late, say: what is told stays so until all is looked up
             log.debug("events: %s", error)
-            self.place = None
-            if not self._away:
-                self._away = True
-                self.table.lose_all()
-                touched += [self.table.rows(position) for _, position, _ in self._asked]
-        return np.unique(np.concatenate(touched))
+        self.place = None
+        if not self._away and not self._store.attached:
+            self._away = True
+            self.table.lose_all()
+            touched.append(self.table.used())
+        return touched
 
-    def _place(self, after: ChangePlace | None) -> ChangePlace:
-        return self._store.changes([space for _, _, space in self._asked], after, 1).place
+    def _look_all_up(self, touched: list[UInt32Array]) -> None:
+        place = self._store.changes([space for _, _, space in self._asked], None, 1).place
+        for position in dict.fromkeys(position for _, position, _ in self._asked):
+            rows = self.table.rows(position)
+            self._look_up(position, rows)
+            touched.append(rows)
+        self.place = place
 
     def _look_up(self, position: int, rows: UInt32Array) -> None:
+        asked = [(stage, space) for stage, where, space in self._asked if where == position]
         for begin in range(0, len(rows), _PIECE):
             some = rows[begin : begin + _PIECE]
             names = np.ascontiguousarray(self.table.names(some))
-            asked = [(stage, space) for stage, where, space in self._asked if where == position]
-            masks = self._store.lookup([(space, names) for _, space in asked])
+            masks = self._store.lookup([(space, names) for _, space in asked], strict=True)
             for (stage, _), found in zip(asked, masks, strict=True):
                 self.table.hold(stage, some, found)
 
-    def _read_on(self) -> list[UInt32Array]:
-        """Applies the store's changes up to now; the rows that they are about."""
-        touched: list[UInt32Array] = []
+    def _read_on(self, new: Sequence[tuple[int, UInt32Array]], touched: list[UInt32Array]) -> bool:
+        """Looks new rows up and applies the store's changes up to now; False where some were lost."""
+        for position, rows in new:
+            self._look_up(position, rows)
         spaces = [space for _, _, space in self._asked]
         while True:
             before = self.place
+            assert before is not None
             changes = self._store.changes(spaces, before, _PIECE)
             if not changes.complete:
-                raise TierKVError("changes were lost: all is looked up again")
+                return False
             for number, (stage, position, _) in enumerate(self._asked):
                 chosen = changes.spaces == number
                 if not chosen.any():
@@ -260,5 +310,5 @@ class _Follower:
                 self.table.hold(stage, rows[ours], changes.tiers[chosen][ours])
                 touched.append(rows[ours])
             self.place = changes.place
-            if before is None or changes.place.number - before.number < _PIECE:
-                return touched
+            if changes.place.number - before.number < _PIECE:
+                return True

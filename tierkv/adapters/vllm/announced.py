@@ -95,6 +95,10 @@ class Announced:
         """The rows of all blocks of a group."""
         return np.flatnonzero(self._used & (self._group == group)).astype(np.uint32)
 
+    def used(self) -> UInt32Array:
+        """All rows that are in use."""
+        return np.flatnonzero(self._used).astype(np.uint32)
+
     def names(self, rows: UInt32Array) -> HashArray:
         """(n, 32) what the store calls the blocks of these rows."""
         return self._names[rows]
@@ -106,6 +110,10 @@ class Announced:
     def lose_all(self) -> None:
         """Nothing is held by any tier, as far as is known."""
         self._held[self._held != 0xFF] = 0
+
+    def untell(self) -> None:
+        """Whoever was told has forgotten all."""
+        self._told[:] = 0
 
     def settle(self, rows: UInt32Array, stored: Stored, removed: Removed) -> None:
         """Tells what has changed of these rows since it was last told: what came first, then what went."""

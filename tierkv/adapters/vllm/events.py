@@ -4,11 +4,9 @@ vLLM publishes its events and the connector's in one stream. A router that follo
 hash, its parent's hash, its tokens and its group as with blocks in the engine's own cache, and tells the places apart
 by `medium` (CPU for DRAM, STORAGE for NVMe and shared filesystems), `locality` and `ownership` ("tierkv-nvme").
 
-The stream is advice: what does not fit the bound is left out, newest stores first, so that what was told of a prefix
-stays a prefix. Removals are kept before stores.
+What waits for the engine's next step is bounded by whoever tells: room() says how much more may be.
 
-Thread safety: describe() and take() are for the scheduler's thread, stored() and removed() for one other; cleared()
-must not be called while one of these runs.
+Thread safety: every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVCacheEvent,
@@ -105,8 +102,6 @@ class EventLog:
                 f"EventLog: hash_bytes {hash_bytes} or max_pending_blocks {max_pending_blocks}"
             )
         self.enabled = enabled
-        self.dropped_blocks = 0
-        """Blocks that were left out since the start because too much was pending."""
         self._groups = {group.index: group for group in groups}
         self._hash_bytes = hash_bytes
         self._max_blocks = max_pending_blocks
@@ -174,14 +169,11 @@ class EventLog:
         if mask.shape != (count,):
             raise ArgumentError(f"stored: kept has shape {mask.shape}, the run {count} blocks")
         for start, end in _stretches(mask):
-            last = start + self._fitting(end - start)
-            if last == start:
-                continue
-            extra = run.extra_keys[start:last] if run.extra_keys is not None else None
+            extra = run.extra_keys[start:end] if run.extra_keys is not None else None
             fields: dict[str, Any] = {
-                "block_hashes": self._external(run.hashes[start:last]),
+                "block_hashes": self._external(run.hashes[start:end]),
                 "parent_block_hash": self._parent(run, start),
-                "token_ids": list(run.token_ids[start * group.block_tokens : last * group.block_tokens]),
+                "token_ids": list(run.token_ids[start * group.block_tokens : end * group.block_tokens]),
                 "block_size": group.block_tokens,
                 "lora_id": run.lora_id,
                 "medium": medium,
@@ -194,35 +186,30 @@ class EventLog:
                 "ownership": ownership,
                 "session_id": run.session_id,
             }
-            self._append(BlockStored(**fields), last - start)
+            self._append(BlockStored(**fields), end - start)
 
     def removed(self, group: int, hashes: HashArray, tier: TierKind) -> None:
         """These blocks ((n, 32) uint8) are no longer in `tier`."""
         if not self.enabled or not len(hashes):
             return
         medium, locality, ownership = _place(tier)
-        with self._lock:
-            self._make_room(len(hashes))
-        fits = self._fitting(len(hashes))
-        if not fits:
-            return
         event = BlockRemoved(
-            block_hashes=self._external(hashes[:fits]),
+            block_hashes=self._external(hashes),
             medium=medium,
             group_idx=group,
             locality=locality,
             ownership=ownership,
         )
-        self._append(event, fits)
+        self._append(event, len(hashes))
 
-    def cleared(self) -> None:
-        """All blocks are gone, with the engine's own: vLLM's event has no medium. What was pending is moot."""
-        if not self.enabled:
-            return
+    def room(self) -> int:
+        """How many more blocks may be told of before the next take()."""
         with self._lock:
-            self._pending.clear()
-            self._pending_blocks = 0
-            self._pending.append(AllBlocksCleared())
+            return max(0, self._max_blocks - self._pending_blocks)
+
+    def drop(self) -> None:
+        """What waits is moot."""
+        self.take()
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in order."""
@@ -234,29 +221,10 @@ class EventLog:
 
     # Inside
 
-    def _fitting(self, blocks: int) -> int:
-        """How many of so many blocks may be told of in the event that is appended next: nobody else appends."""
-        with self._lock:
-            fits = min(blocks, self._max_blocks - self._pending_blocks)
-        self.dropped_blocks += blocks - fits
-        return fits
-
     def _append(self, event: KVCacheEvent, blocks: int) -> None:
         with self._lock:
             self._pending.append(event)
             self._pending_blocks += blocks
-
-    def _make_room(self, wanted: int) -> None:
-        """Gives up pending stores, newest first, until `wanted` more blocks fit or only other events are left."""
-        kept: list[KVCacheEvent] = []
-        while self._pending and self._pending_blocks + wanted > self._max_blocks:
-            event = self._pending.pop()
-            if isinstance(event, BlockStored):
-                self._pending_blocks -= len(event.block_hashes)
-                self.dropped_blocks += len(event.block_hashes)
-            else:
-                kept.append(event)
-        self._pending.extend(reversed(kept))
 
     def _external(self, hashes: HashArray) -> list[ExternalBlockHash]:
         """As vLLM publishes them: bytes, or 64-bit integers where its settings say so."""

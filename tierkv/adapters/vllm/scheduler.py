@@ -581,6 +581,8 @@ class ConnectorScheduler:
     def was_reset(self) -> None:
         """The engine has forgotten its own prefix cache."""
         self._clean, self._stale = True, False
+        if self._announcer is not None:
+            self._announcer.engine_cleared()
 
     def begin_clear(self, renewal: str) -> None:
         """The cache is to be forgotten: what was computed before now is neither saved nor looked for any more, and
@@ -598,8 +600,6 @@ class ConnectorScheduler:
         for state in self._requests.values():
             state.no_save = True
             self._end_search(state)
-        if self._announcer is not None:
-            self._announcer.cleared()
 
     def end_clear(self) -> bool:
         """Whether the last save that was under way at begin_clear() has just ended: true once."""
