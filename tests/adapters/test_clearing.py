@@ -61,41 +61,45 @@ def spaces_of(store: HeldStore, count: int, first: int = 0) -> list[Keyspace]:
 
 def test_what_is_confirmed_is_reported(store: StubbornStore, clearer: Clearer) -> None:
     store.willing.set()
-    spaces = spaces_of(store, 3)
-    assert clearer.clear([], 0.0)
-    assert clearer.clear(spaces, WAIT_S)
-    assert store.cleared == spaces
+    spaces, told = spaces_of(store, 3), threading.Event()
+    assert clearer.clear([], wait_s=WAIT_S)
+    assert clearer.clear(spaces, told.set, WAIT_S)
+    assert told.is_set()
+    assert sorted(store.cleared, key=spaces.index) == spaces
 
 
 def test_it_is_tried_until_it_is_confirmed(store: StubbornStore, clearer: Clearer) -> None:
-    spaces = spaces_of(store, 2)
-    assert not clearer.clear(spaces, 0.0)
+    told: list[int] = []
+    assert not clearer.clear(spaces_of(store, 2), lambda: told.append(1))
     eventually(lambda: store.tries >= 3, "it is tried again")
     store.attached = False
     store.willing.set()
     tries = store.tries
-    assert not clearer.clear(spaces_of(store, 1, 2), 0.05)
+    assert not clearer.clear(spaces_of(store, 1, 2), lambda: told.append(2), 0.05)
     assert store.tries <= tries + 1, "an agent that is away is not asked"
+    assert not told
     store.attached = True
-    assert clearer.clear([], WAIT_S), "what waited before counts too"
-    assert store.cleared == spaces_of(store, 3)
+    assert clearer.clear([], lambda: told.append(3), WAIT_S)
+    assert told == [1, 2, 3]
+    assert {space.digest for space in store.cleared} == {space.digest for space in spaces_of(store, 3)}
 
 
 def test_nobody_waits_for_an_agent_that_hangs(store: StubbornStore, clearer: Clearer) -> None:
     store.answers.clear()
-    assert not clearer.clear(spaces_of(store, 1), 0.01)
+    assert not clearer.clear(spaces_of(store, 1), wait_s=0.01)
     store.willing.set()
     store.answers.set()
-    assert clearer.clear([], WAIT_S)
+    assert clearer.clear([], wait_s=WAIT_S)
 
 
 def test_what_waits_is_bounded_and_a_stop_ends_it(
     store: StubbornStore, clearer: Clearer, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.attached = False
-    assert not clearer.clear(spaces_of(store, MAX_WAITING + 2), 0.0)
-    assert caplog.text.count("never cleared: too many") == 2
+    for number in range(MAX_WAITING + 2):
+        assert not clearer.clear(spaces_of(store, 1, number))
+    assert caplog.text.count("never cleared, too many") == 2
     clearer.stop()
     clearer.stop()
     assert f"{MAX_WAITING} keyspaces were never cleared" in caplog.text
-    assert not clearer.clear(spaces_of(store, 1), 0.0)
+    assert not clearer.clear(spaces_of(store, 1))

@@ -29,6 +29,11 @@ def update_weights(engine: Any, place: str) -> None:
     engine.collective_rpc("reload_weights", kwargs={"weights_path": place})
 
 
+def renewal(engine: Any) -> str:
+    """Under which name the connector's blocks go since the last reset."""
+    return str(_core(engine).scheduler.connector._renewal)
+
+
 def keep_kernels(engine: Any) -> None:
     """Lets this process's next engines use the kernels that this one has registered.
 

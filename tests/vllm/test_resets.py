@@ -134,7 +134,7 @@ def test_two_resets_beside_another_engine(
 
 
 def test_reset_with_the_agent_away(engine: EngineHost, tmp_path: Path) -> None:
-    """It says so and the engine goes on; what it could not clear is cleared when the agent is back, and never found."""
+    """The engine goes on; what could not be cleared is cleared when the agent is back, and never found."""
     prompts = [prompt_of(("away", index), 300) for index in range(2)]
     disk = ("--nvme-dir", str(tmp_path / "nvme"), "--nvme", "1GiB")
     engine.open("llama")
@@ -148,7 +148,7 @@ def test_reset_with_the_agent_away(engine: EngineHost, tmp_path: Path) -> None:
         agent.start()
         assert agent.stats().tiers["nvme"].blocks == 18
         agent.kill()
-        assert not engine.reset(connector=True)
+        assert engine.reset(connector=True), "a pause or sleep would fail"
         found = engine.generate(prompts, ANSWER_TOKENS)
         check_same(found, expected, "with the agent away")
         assert cached(found) == [0, 0]
@@ -230,5 +230,27 @@ def test_reset_while_a_request_runs(engine: EngineHost, agent: AgentProcess, pla
     found = engine.generate([prompt], ANSWER_TOKENS)
     check_same(found, updated, "warm")
     assert cached(found) == [288], "the engine does not save any more"
+    engine.close_engine()
+    agent.check_idle()
+
+
+def test_many_resets(engine: EngineHost, agent: AgentProcess) -> None:
+    """Trainers reset after each of very many steps: names are used again, or agents would know more and more."""
+    prompt = prompt_of("many", 100)
+    engine.open("llama", tierkv_connector(agent.socket))
+    expected = engine.generate([prompt], ANSWER_TOKENS)
+    names: list[str] = []
+    for round_number in range(40):
+        engine.settle()
+        assert engine.reset(connector=True)
+        names.append(engine.inside("engine_inside.renewal"))
+        assert names[-1] not in names[-8:-1], "a name is used again too soon"
+        if round_number % 4 == 0:
+            found = engine.generate([prompt], ANSWER_TOKENS)
+            check_same(found, expected, "after a reset")
+            assert cached(found) == [0]
+            engine.settle()
+            assert cached(engine.generate([prompt], ANSWER_TOKENS)) == [96]
+    assert len(set(names)) <= 14
     engine.close_engine()
     agent.check_idle()

@@ -210,6 +210,12 @@ class AgentStore:
         with self._lock:
             return self._spaces.setdefault(digest, Keyspace(spec, digest, next(self._numbers)))
 
+    def forget(self, space: Keyspace) -> None:
+        """The keyspace is not used by this client any more: it is not opened again at an agent that comes back."""
+        with self._lock:
+            if self._spaces.get(space.digest) is space:
+                del self._spaces[space.digest]
+
     def match(self, space: Keyspace, hashes: HashArray) -> Match:
         """As Store.match; nothing while the agent cannot be asked."""
         hashes = self._checked(space, hashes)
@@ -222,8 +228,8 @@ class AgentStore:
             tiers = np.empty(0, np.uint8)
         return Match(len(tiers), tiers)
 
-    def lookup(self, queries: Sequence[Query]) -> list[UInt8Array]:
-        """As Store.lookup, in one message; zeros while the agent cannot be asked."""
+    def lookup(self, queries: Sequence[Query], *, strict: bool = False) -> list[UInt8Array]:
+        """As Store.lookup, in one message; while the agent cannot be asked zeros, or AgentUnavailable if `strict`."""
         checked = [(space, self._checked(space, hashes)) for space, hashes in queries]
         ends = np.cumsum([len(hashes) for _, hashes in checked])
         total = int(ends[-1]) if len(ends) else 0
@@ -235,6 +241,8 @@ class AgentStore:
             if len(masks) != total:
                 raise TierKVError(f"the agent looked {len(masks)} of {total} blocks up")
         except TierKVError as error:
+            if strict:
+                raise
             _note(error)
             masks = np.zeros(total, np.uint8)
         return list(np.split(masks, ends[:-1])) if checked else []

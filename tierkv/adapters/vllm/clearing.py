@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierkv.errors import TierKVError
@@ -20,8 +21,8 @@ from tierkv.store.calls import Attachable
 
 log = logging.getLogger("tierkv.vllm")
 
-MAX_WAITING = 64
-"""Keyspaces that wait to be cleared; of more, the oldest are given up."""
+MAX_WAITING = 16
+"""Resets whose keyspaces wait to be cleared; of more, the oldest are given up."""
 _AGAIN_S = 1.0
 _CLEAR_TIMEOUT_S = 30.0
 
@@ -32,31 +33,45 @@ class ClearingStore(Attachable, Protocol):
     def clear(self, space: Keyspace, timeout_s: float = 30.0) -> int: ...
 
 
+@dataclass(slots=True, eq=False)
+class _Reset:
+    left: list[Keyspace]
+    """What is still to be cleared."""
+    then: Callable[[], None] | None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class Clearer:
     """See the module. The thread is there from the first clear() on."""
 
     def __init__(self, store: ClearingStore) -> None:
         self._store = store
         self._condition = threading.Condition()
-        self._waiting: deque[Keyspace] = deque()
+        self._waiting: deque[_Reset] = deque()
         self._told = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def clear(self, spaces: Sequence[Keyspace], wait_s: float) -> bool:
-        """Has keyspaces cleared; False if the store has not confirmed them and all before within `wait_s`."""
+    def clear(
+        self, spaces: Sequence[Keyspace], then: Callable[[], None] | None = None, wait_s: float = 0.0
+    ) -> bool:
+        """Has keyspaces cleared; False if the store has not confirmed it within `wait_s`.
+
+        then: called on this thread when it has, however late that is.
+        """
+        reset = _Reset(list(spaces), then)
         with self._condition:
             if self._closing:
                 return False
-            self._waiting.extend(spaces)
-            while len(self._waiting) > MAX_WAITING:
-                log.warning("%s is never cleared: too many others wait for that", self._waiting.popleft())
-            if self._thread is None and spaces:
+            self._waiting.append(reset)
+            if len(self._waiting) > MAX_WAITING:
+                gone = self._waiting.popleft()
+                log.warning("%s: never cleared, too many others wait for that", _names(gone.left))
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tierkv-clear", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._waiting or self._closing, wait_s)
-            return not self._waiting
+        return reset.done.wait(wait_s)
 
     def _run(self) -> None:
         while True:
@@ -64,36 +79,37 @@ class Clearer:
                 self._condition.wait_for(lambda: self._waiting or self._closing, 60.0)
                 if self._closing:
                     return
-                space = self._waiting[0] if self._waiting else None
-            if space is None:
+                reset = self._waiting[0] if self._waiting else None
+            if reset is None:
                 continue
-            done = self._try(space)
+            done = self._try(reset)
             with self._condition:
-                if done and self._waiting and self._waiting[0] is space:
-                    self._waiting.popleft()
-                    self._condition.notify_all()
-                elif not done:
+                if done:
+                    if self._waiting and self._waiting[0] is reset:
+                        self._waiting.popleft()
+                else:
                     self._condition.wait_for(lambda: self._closing, _AGAIN_S)
 
-    def _try(self, space: Keyspace) -> bool:
-        """Whether the store has confirmed that the keyspace is empty."""
+    def _try(self, reset: _Reset) -> bool:
+        """Whether the store has confirmed that the keyspaces are empty."""
         reason = "the agent is away"
         try:
-            if self._store.attached:
-                removed = self._store.clear(space, _CLEAR_TIMEOUT_S)
-                log.info("%s: cleared, %d copies of blocks", space, removed)
+            while reset.left and self._store.attached:
+                removed = self._store.clear(reset.left[-1], _CLEAR_TIMEOUT_S)
+                log.info("%s: cleared, %d copies of blocks", _names(reset.left[-1:]), removed)
+                reset.left.pop()
+            if not reset.left:
                 self._told = False
+                if reset.then is not None:
+                    reset.then()
+                reset.done.set()
                 return True
         except TierKVError as error:
             reason = str(error)
         except Exception:  # the thread must go on
             log.exception("clearing failed")
-        log.log(
-            logging.DEBUG if self._told else logging.WARNING,
-            "%s is not cleared yet, it is tried on: %s",
-            space,
-            reason,
-        )
+        level = logging.DEBUG if self._told else logging.WARNING
+        log.log(level, "%s: not cleared yet, it is tried on: %s", _names(reset.left), reason)
         self._told = True
         return False
 
@@ -101,9 +117,14 @@ class Clearer:
         """Ends the thread; what waits is not cleared. Idempotent."""
         with self._condition:
             self._closing = True
-            waiting = len(self._waiting)
+            waiting = sum(len(reset.left) for reset in self._waiting)
             self._condition.notify_all()
         if waiting:
             log.warning("%d keyspaces were never cleared: the agent did not confirm it", waiting)
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+
+def _names(spaces: Sequence[Keyspace]) -> str:
+    """How keyspaces are called in the log."""
+    return ", ".join(f"{space.spec.model}/{space.spec.group} ({space.digest.hex()[:8]})" for space in spaces)

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +51,9 @@ from tierkv.keys import Keyspace, KeyspaceSpec
 log = logging.getLogger("tierkv.vllm")
 
 _CLEAR_WAIT_S = 10.0
+_RENEW_WAIT_S = 1.0
+_LAST_CLEAR_S = 2.0
+_SPARE_WORDS = 8
 _DRAIN_TIMEOUT_S = 5.0
 _SOURCES = {
     "dram": CacheHitSource.HOST,
@@ -121,8 +125,18 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         self._specs: dict[tuple[int, int], list[KeyspaceSpec | None]] = {}
         self._renewal = ""
+        self._generation = 0
+        """Of what the announcer follows."""
         self._given_up: list[Keyspace] = []
-        """Those that were in use before a reset, and that saves may still be under way to."""
+        """Keyspaces that were in use before a reset, and that saves may still be under way to."""
+        self._spent: list[str] = []
+        """Their renewals."""
+        self._spare: deque[str] = deque()
+        """Renewals whose keyspaces are empty again."""
+        self._worker_renewal = ""
+        self._earlier: list[Keyspace | None] = []
+        """A worker's keyspaces before those in use."""
+        self._announcer: Announcer | None = None
         scheduling = role == KVConnectorRole.SCHEDULER
         name = "scheduler" if scheduling else f"worker {vllm_config.parallel_config.rank}"
         self._counters = Counters(name)
@@ -201,9 +215,17 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(
             self._store, paths, shards, sizes, self._counters,
             load_timeout_s=self._settings.load_timeout_s, save_timeout_s=self._settings.save_timeout_s,
-            report_blocks=self._by_block, greeting=self._greetings, spaces_of=partial(self._expect, specs),
+            report_blocks=self._by_block, greeting=self._greetings, spaces_of=partial(self._renew, specs),
             adapters=hooks.loaded_adapters(self._vllm_config),
         )  # fmt: skip
+
+    def _renew(self, specs: Sequence[KeyspaceSpec | None], renewal: str) -> list[Keyspace | None]:
+        """A worker's keyspaces from now on. To those before, jobs may be under way; to those before them, none are."""
+        for space in self._earlier:
+            if space is not None:
+                self._store.forget(space)
+        self._earlier, self._worker_renewal = self._expect(specs, self._worker_renewal), renewal
+        return self._expect(specs, renewal)
 
     def _expect(self, specs: Sequence[KeyspaceSpec | None], renewal: str) -> list[Keyspace | None]:
         """The keyspaces of a renewal, without asking the agent."""
@@ -299,18 +321,17 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
                     f"nothing is cached"
                 )
         self._scheduler.serving = True
-        self._finder.serve(self._open_spaces)
+        self._finder.serve(partial(self._open_spaces, self._renewal, self._generation))
 
-    def _open_spaces(self) -> Spaces:
+    def _open_spaces(self, renewal: str, generation: int) -> Spaces:
         """Opens the keyspaces of all stages; AgentUnavailable while the agent is away."""
-        renewal = self._renewal
 
         def opened(spec: KeyspaceSpec | None) -> Keyspace | None:
             return None if spec is None else self._store.open(renewed(spec, renewal))
 
         spaces = tuple(tuple(opened(spec) for spec in specs) for specs in self._stages())
-        if self._announcer is not None and renewal == self._renewal:
-            self._announcer.serve(spaces)
+        if self._announcer is not None:
+            self._announcer.serve(spaces, generation)
         return spaces
 
     def _stages(self) -> list[list[KeyspaceSpec | None]]:
@@ -375,8 +396,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._greet(metadata.report.greetings)
         self._scheduler.reported(metadata.report)
         if self._scheduler.end_clear():  # what was still being saved at the last reset is there now
-            self._clearer.clear(self._given_up, 0.0)
-            self._given_up = []
+            self._clear_given_up()
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(
@@ -403,20 +423,39 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: False)
     def reset_cache(self) -> bool:
         """Clears the keyspaces that were used so far, in every tier and on every node that shares one, and goes on with
-        others: the engine may have other weights now. (Or less, see on_reset.) False if the agent has not confirmed it
-        yet; it is tried on."""
+        others: the engine may have other weights now. Nothing depends on when it is done, so it is waited for a moment
+        only, and True. Or less, see on_reset: where the names stay, False says that the agent has not confirmed it."""
         if self._scheduler is None or self._settings.on_reset == "keep":
             return self._scheduler is not None
         self._given_up += self._used_spaces()
-        if self._settings.on_reset == "renew":
-            self._renewal = secrets.token_hex(8)
+        renew = self._settings.on_reset == "renew"
+        if renew:
+            self._spent += [self._renewal] if self._renewal else []
+            self._renewal = self._spare.popleft() if len(self._spare) > _SPARE_WORDS else secrets.token_hex(8)
         self._scheduler.begin_clear(self._renewal)
+        if self._announcer is not None:
+            self._generation = self._announcer.cleared()
         if self._scheduler.serving:
-            self._finder.serve(self._open_spaces)
-        given_up = self._given_up
-        if self._scheduler.end_clear():  # nothing is being saved there: once is enough, others may go on
-            self._given_up = []
-        return self._clearer.clear(given_up, _CLEAR_WAIT_S)
+            self._finder.serve(partial(self._open_spaces, self._renewal, self._generation))
+        wait_s = (_RENEW_WAIT_S if renew else _CLEAR_WAIT_S) * self._store.attached
+        if self._scheduler.end_clear():
+            return self._clear_given_up(wait_s) or renew
+        # Now, and once more when the last of their saves has ended.
+        return self._clearer.clear(self._given_up, wait_s=wait_s) or renew
+
+    def _clear_given_up(self, wait_s: float = 0.0) -> bool:
+        """Clears what no save is under way to any more. Renewals are used again once they are known to be empty, and
+        several others have been used since: an agent never forgets a keyspace that it once knew."""
+        spaces, self._given_up = self._given_up, []
+        words, self._spent = self._spent, []
+
+        def confirmed() -> None:
+            if self._settings.on_reset == "renew":
+                for space in spaces:
+                    self._store.forget(space)
+            self._spare.extend(words)
+
+        return self._clearer.clear(spaces, confirmed, wait_s)
 
     def take_events(self) -> Iterable[Any]:
         """KV cache events for routers."""
@@ -450,6 +489,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._paths.close(_DRAIN_TIMEOUT_S)
         if self._scheduler is not None:
             self._finder.stop()
+            if self._renewal and self._store.attached:  # nobody will ever find them
+                self._clearer.clear(self._used_spaces(), wait_s=_LAST_CLEAR_S)
             self._clearer.stop()
             if self._announcer is not None:
                 self._announcer.close()
