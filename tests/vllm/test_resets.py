@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from agent_process import AgentProcess
-from engine_host import EngineHost, tierkv_connector
+from engine_host import Answer, EngineHost, tierkv_connector
 from engine_models import MODELS
 from equality import cached, check_same, prompt_of
 
@@ -15,8 +15,11 @@ SOON_S = 60.0
 ANSWER_TOKENS = 8
 QUICK = {"lookup_timeout_s": 1, "load_timeout_s": 5, "save_timeout_s": 5}
 WEIGHTS = ("base", "updated")
+PROMPTS = [prompt_of(("reset", index), 300) for index in range(2)]
 Places = dict[str, Path]
 """Directories of the same model with other weights."""
+Answers = dict[str, list[Answer]]
+"""To PROMPTS, without a store, for each of WEIGHTS."""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,23 @@ def places(engine: EngineHost, directory: Path) -> Places:
             MODELS["llama"].write(directory / weights)
             engine.inside("engine_inside.write_weights", place=str(place), weights=weights)
     return found
+
+
+@pytest.fixture(scope="module")
+def known() -> Answers:
+    """What right_answers() has found."""
+    return {}
+
+
+@pytest.fixture
+def right_answers(engine: EngineHost, places: Places, known: Answers) -> Answers:
+    """See Answers."""
+    for weights, place in places.items():
+        if weights not in known:
+            engine.open("llama", place=place)
+            known[weights] = engine.generate(PROMPTS, ANSWER_TOKENS)
+    assert known["base"][0]["tokens"] != known["updated"][0]["tokens"]
+    return known
 
 
 def update(engine: EngineHost, place: Path) -> None:
@@ -58,76 +78,65 @@ def save_all(engine: EngineHost) -> None:
         engine.step()
 
 
-def test_weights_updated_in_place(engine: EngineHost, agent: AgentProcess, places: Places) -> None:
+def test_weights_updated_in_place(
+    engine: EngineHost, agent: AgentProcess, places: Places, right_answers: Answers
+) -> None:
     """An engine that gets other weights forgets what the first have computed, and caches for itself from then on."""
-    prompts = [prompt_of(("weights", index), 300) for index in range(2)]
-    engine.open("llama", place=places["updated"])
-    updated = engine.generate(prompts, ANSWER_TOKENS)
-    turns = [prompt + answer["tokens"] + prompt[:60] for prompt, answer in zip(prompts, updated, strict=True)]
-    updated_turns = engine.generate(turns, ANSWER_TOKENS)
-    engine.open("llama", place=places["base"])
-    base = engine.generate(prompts, ANSWER_TOKENS)
-    base_turns = engine.generate(turns, ANSWER_TOKENS)
-    assert base[0]["tokens"] != updated[0]["tokens"]
-
+    base, updated = right_answers["base"], right_answers["updated"]
     connector = tierkv_connector(agent.socket)
     engine.open("llama", connector, place=places["base"])
-    check_same(engine.generate(prompts, ANSWER_TOKENS), base, "before the update")
+    check_same(engine.generate(PROMPTS, ANSWER_TOKENS), base, "before the update")
     engine.settle()
     update(engine, places["updated"])
     assert engine.reset(connector=True)
     assert agent.stats().tiers["dram"].blocks == 0
-    found = engine.generate(prompts, ANSWER_TOKENS)
+    found = engine.generate(PROMPTS, ANSWER_TOKENS)
     check_same(found, updated, "after the update")
     assert cached(found) == [0, 0]
     engine.settle()
-    found = engine.generate(turns, ANSWER_TOKENS)
-    check_same(found, updated_turns, "second turn after the update")
+    found = engine.generate(PROMPTS, ANSWER_TOKENS)
+    check_same(found, updated, "warm after the update")
     assert cached(found) == [288, 288], "the engine does not cache any more"
     engine.settle()
     assert agent.stats().tiers["dram"].blocks > 0
 
     engine.open("llama", connector, place=places["base"])  # another engine, with the weights of before
-    found = engine.generate(prompts, ANSWER_TOKENS)
+    found = engine.generate(PROMPTS, ANSWER_TOKENS)
     check_same(found, base, "another engine with the base weights")
     assert cached(found) == [0, 0], "blocks of other weights are found"
     engine.settle()
     engine.open("llama", connector, place=places["base"])
-    found = engine.generate(turns, ANSWER_TOKENS)
-    check_same(found, base_turns, "second turn with the base weights")
+    found = engine.generate(PROMPTS, ANSWER_TOKENS)
+    check_same(found, base, "warm with the base weights")
     assert cached(found) == [288, 288], "what was stored after the other engine's reset is lost"
     engine.close_engine()
     agent.check_idle()
 
 
 def test_two_resets_beside_another_engine(
-    engine: EngineHost, agent: AgentProcess, places: Places, tmp_path: Path
+    engine: EngineHost, agent: AgentProcess, places: Places, right_answers: Answers, tmp_path: Path
 ) -> None:
     """Both engines run on: each reset of the one clears its own keyspace, not what the other has stored meanwhile."""
-    prompt = prompt_of("beside", 300)
-    engine.open("llama", place=places["updated"])
-    second = engine.generate([prompt], ANSWER_TOKENS)
-    engine.open("llama", place=places["base"])
-    first = engine.generate([prompt], ANSWER_TOKENS)
+    base, updated = right_answers["base"], right_answers["updated"]
     connector = tierkv_connector(agent.socket)
     engine.open("llama", connector, place=places["base"])
     with EngineHost(tmp_path) as other:
         other.open("llama", connector, place=places["base"])
         update(engine, places["updated"])
         assert engine.reset(connector=True)
-        check_same(other.generate([prompt], ANSWER_TOKENS), first, "the other engine")
+        check_same(other.generate(PROMPTS, ANSWER_TOKENS), base, "the other engine")
         other.settle()
-        check_same(engine.generate([prompt], ANSWER_TOKENS), second, "the updated engine")
+        check_same(engine.generate(PROMPTS, ANSWER_TOKENS), updated, "the updated engine")
         engine.settle()
         update(engine, places["base"])
         assert engine.reset(connector=True)
-        found = engine.generate([prompt], ANSWER_TOKENS)
-        check_same(found, first, "updated once more")
-        assert cached(found) == [0]
+        found = engine.generate(PROMPTS, ANSWER_TOKENS)
+        check_same(found, base, "updated once more")
+        assert cached(found) == [0, 0]
         engine.settle()
-        found = other.generate([prompt], ANSWER_TOKENS)
-        check_same(found, first, "the other engine, warm")
-        assert cached(found) == [288]
+        found = other.generate(PROMPTS, ANSWER_TOKENS)
+        check_same(found, base, "the other engine, warm")
+        assert cached(found) == [288, 288]
         other.close_engine()
     engine.close_engine()
     agent.check_idle()
@@ -201,17 +210,17 @@ def test_pause_with_a_running_request(engine: EngineHost, agent: AgentProcess) -
     agent.check_idle()
 
 
-def test_reset_while_a_request_runs(engine: EngineHost, agent: AgentProcess, places: Places) -> None:
+def test_reset_while_a_request_runs(
+    engine: EngineHost, agent: AgentProcess, places: Places, right_answers: Answers
+) -> None:
     """The engine cannot forget its own blocks then, and computes with those of the old weights: none of that is stored
     by the new ones' name."""
-    prompt, running = prompt_of("before", 300), prompt_of("running", 100)
-    engine.open("llama", place=places["updated"])
-    updated = engine.generate([prompt], ANSWER_TOKENS)
+    prompt, updated = PROMPTS[0], right_answers["updated"][:1]
     engine.open("llama", tierkv_connector(agent.socket), place=places["base"])
     engine.generate([prompt], ANSWER_TOKENS)
     engine.settle()
     engine.generate([prompt], ANSWER_TOKENS)  # now the engine has its blocks too
-    engine.add("running", running, 200)
+    engine.add("running", prompt_of("running", 100), 200)
     engine.step(5)
     save_all(engine)
     update(engine, places["updated"])
