@@ -31,7 +31,7 @@ def update_weights(engine: Any, place: str) -> None:
 
 def renewal(engine: Any) -> str:
     """Under which name the connector's blocks go since the last reset."""
-    return str(_core(engine).scheduler.connector._renewal)
+    return str(_core(engine).scheduler.connector._renewals.word)
 
 
 def keep_kernels(engine: Any) -> None:

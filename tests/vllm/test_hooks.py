@@ -101,3 +101,27 @@ def test_resets_are_told_of_before_and_after() -> None:
     done[0] = True
     assert manager.reset_prefix_cache() is True
     assert told == ["before", "reset", "before", "reset", "after"]
+
+
+def test_the_connector_of_this_process_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ours:
+        def __init__(self, engine: str) -> None:
+            self._vllm_config = config(engine)
+
+    def config(engine: str, ranks: int = 1) -> Any:
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=ranks),
+            kv_transfer_config=SimpleNamespace(engine_id=engine),
+        )
+
+    def found(group: Any, ranks: int = 1) -> Any:
+        monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: group is not None)
+        monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)
+        return hooks.local_connector(Ours, config("this", ranks))
+
+    ours, others = Ours("this"), Ours("another engine")
+    assert found(ours) is ours
+    assert found(SimpleNamespace(_connectors=[object(), others, ours])) is ours
+    assert found(ours, ranks=2) is None, "others hold blocks too"
+    for group in (None, object(), others, SimpleNamespace(_connectors=[others])):
+        assert found(group) is None

@@ -68,14 +68,14 @@ def test_engine_of_its_own_process(engine: EngineHost, agent: AgentProcess, tmp_
 
 
 def test_engine_in_this_process(engine: EngineHost, agent: AgentProcess) -> None:
-    """VLLM_ENABLE_V1_MULTIPROCESSING=0: nobody steps, so ended saves hold their blocks until the user does."""
+    """VLLM_ENABLE_V1_MULTIPROCESSING=0: nobody steps, so a reset itself waits for the saves that hold blocks."""
     prompt = prompt_of("this process", PROMPT_TOKENS)
     engine.open("llama", tierkv_connector(agent.socket, role="kv_producer", **PATIENT))
     with standing_still(agent):
         engine.generate([prompt], 1)
+        assert not engine.reset(), "blocks are given back that nobody has read"
+    assert engine.reset(), "the saves end, and nobody asks"
     wait_for_saved_blocks(agent, PROMPT_TOKENS // 32)
-    assert not engine.reset_within(0.5), "the engine has heard of its saves, though it did not step"
-    assert engine.reset_within(SOON_S, stepping=True)
     engine.generate([prompt], 1)
 
 
@@ -94,14 +94,14 @@ def test_all_is_cleared_in_this_process(engine: EngineHost, agent: AgentProcess)
 
 def test_closed_at_once_in_this_process(engine: EngineHost, agent: AgentProcess) -> None:
     """A script that ends when it has its answers: all that was in a step is kept; what only the end of a request makes
-    worth keeping, the windows before it, takes one more step."""
+    worth keeping, the windows before it, takes one more step, or a reset."""
     prompts = [prompt_of(("at once", index), PROMPT_TOKENS) for index in range(2)]
     end_tokens = (PROMPT_TOKENS + ANSWER_TOKENS - 1) // 32 * 32
     engine.open("gemma3", tierkv_connector(agent.socket))
     answers = engine.generate(prompts[:1], ANSWER_TOKENS)
     engine.open("gemma3", tierkv_connector(agent.socket))
     answers += engine.generate(prompts[1:], ANSWER_TOKENS)
-    assert engine.reset_within(SOON_S, stepping=True)
+    assert engine.reset()
     engine.open("gemma3", tierkv_connector(agent.socket))
     turns = [prompt + answer["tokens"] + prompt[:90] for prompt, answer in zip(prompts, answers, strict=True)]
     found = cached(engine.generate(turns, 1))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import secrets
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +38,7 @@ from tierkv.adapters.vllm.identity import Shard, keyspace_of, renewed, shard_of
 from tierkv.adapters.vllm.layout import describe_group
 from tierkv.adapters.vllm.lora import AdapterBook
 from tierkv.adapters.vllm.messages import StepOrders, WorkerReport
+from tierkv.adapters.vllm.renewals import RankSpaces, Renewals
 from tierkv.adapters.vllm.scheduler import ConnectorScheduler, SchedulerOptions
 from tierkv.adapters.vllm.settings import read_settings
 from tierkv.adapters.vllm.staging import PathMaker
@@ -53,7 +52,6 @@ log = logging.getLogger("tierkv.vllm")
 _CLEAR_WAIT_S = 10.0
 _RENEW_WAIT_S = 1.0
 _LAST_CLEAR_S = 2.0
-_SPARE_WORDS = 8
 _DRAIN_TIMEOUT_S = 5.0
 _SOURCES = {
     "dram": CacheHitSource.HOST,
@@ -124,19 +122,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._specs: dict[tuple[int, int], list[KeyspaceSpec | None]] = {}
-        self._renewal = ""
+        self._announcer: Announcer | None = None
         self._generation = 0
         """Of what the announcer follows."""
-        self._given_up: list[Keyspace] = []
-        """Keyspaces that were in use before a reset, and that saves may still be under way to."""
-        self._spent: list[str] = []
-        """Their renewals."""
-        self._spare: deque[str] = deque()
-        """Renewals whose keyspaces are empty again."""
-        self._worker_renewal = ""
-        self._earlier: list[Keyspace | None] = []
-        """A worker's keyspaces before those in use."""
-        self._announcer: Announcer | None = None
         scheduling = role == KVConnectorRole.SCHEDULER
         name = "scheduler" if scheduling else f"worker {vllm_config.parallel_config.rank}"
         self._counters = Counters(name)
@@ -165,6 +153,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._finder = Finder(self._store, self._groups, settings.lease_s, settings.min_load_tokens)
         self._clearer = Clearer(self._store)
+        self._renewals = Renewals(self._store, self._clearer)
         self._events = EventLog.from_config(vllm_config, kv_cache_config)
         announcer = Announcer(self._events, self._groups, self._store) if self._events.enabled else None
         self._announcer = announcer
@@ -215,21 +204,9 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(
             self._store, paths, shards, sizes, self._counters,
             load_timeout_s=self._settings.load_timeout_s, save_timeout_s=self._settings.save_timeout_s,
-            report_blocks=self._by_block, greeting=self._greetings, spaces_of=partial(self._renew, specs),
+            report_blocks=self._by_block, greeting=self._greetings, spaces_of=RankSpaces(self._store, specs),
             adapters=hooks.loaded_adapters(self._vllm_config),
         )  # fmt: skip
-
-    def _renew(self, specs: Sequence[KeyspaceSpec | None], renewal: str) -> list[Keyspace | None]:
-        """A worker's keyspaces from now on. To those before, jobs may be under way; to those before them, none are."""
-        for space in self._earlier:
-            if space is not None:
-                self._store.forget(space)
-        self._earlier, self._worker_renewal = self._expect(specs, self._worker_renewal), renewal
-        return self._expect(specs, renewal)
-
-    def _expect(self, specs: Sequence[KeyspaceSpec | None], renewal: str) -> list[Keyspace | None]:
-        """The keyspaces of a renewal, without asking the agent."""
-        return [None if spec is None else self._store.expect(renewed(spec, renewal)) for spec in specs]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's keyspaces, for the scheduler side."""
@@ -290,7 +267,19 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
-            hooks.watch_resets(kv_cache_manager, self._scheduler.before_reset, self._scheduler.was_reset)
+            hooks.watch_resets(kv_cache_manager, self._before_reset, self._scheduler.was_reset)
+
+    @_guarded(lambda: None)
+    def _before_reset(self) -> None:
+        """Whoever resets would have to step the engine first, so that saves are reported and give their blocks back.
+        Where the only worker is in this process it is asked now, which takes as long as the saves, and not for ever."""
+        assert self._scheduler is not None
+        local = hooks.local_connector(TierKVConnector, self._vllm_config)
+        if local is not None and local._worker is not None and self._scheduler.has_unsent_work():
+            report = local._worker.end_saves(self._scheduler.orders_now(), _DRAIN_TIMEOUT_S)
+            if report is not None:
+                self._take_report(report)
+        self._scheduler.before_reset()
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """The workers' keyspaces, of a single pipeline stage."""
@@ -321,7 +310,11 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
                     f"nothing is cached"
                 )
         self._scheduler.serving = True
-        self._finder.serve(partial(self._open_spaces, self._renewal, self._generation))
+        self._serve()
+
+    def _serve(self) -> None:
+        """Has blocks looked up in the keyspaces in use."""
+        self._finder.serve(partial(self._open_spaces, self._renewals.word, self._generation))
 
     def _open_spaces(self, renewal: str, generation: int) -> Spaces:
         """Opens the keyspaces of all stages; AgentUnavailable while the agent is away."""
@@ -339,13 +332,6 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return [
             self._specs[stage, 0] for stage in range(self._vllm_config.parallel_config.pipeline_parallel_size)
         ]
-
-    def _used_spaces(self) -> list[Keyspace]:
-        """All keyspaces that are in use now; none before they are known."""
-        if self._scheduler is None or not self._scheduler.serving:
-            return []
-        found = [space for specs in self._stages() for space in self._expect(specs, self._renewal)]
-        return [space for space in found if space is not None]
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -390,13 +376,16 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """One step's reports."""
         metadata = connector_output.kv_connector_worker_meta
-        if not isinstance(metadata, TierKVWorkerMetadata) or self._scheduler is None:
-            return
-        if metadata.report.greetings:
-            self._greet(metadata.report.greetings)
-        self._scheduler.reported(metadata.report)
+        if isinstance(metadata, TierKVWorkerMetadata) and self._scheduler is not None:
+            self._take_report(metadata.report)
+
+    def _take_report(self, report: WorkerReport) -> None:
+        assert self._scheduler is not None
+        if report.greetings:
+            self._greet(report.greetings)
+        self._scheduler.reported(report)
         if self._scheduler.end_clear():  # what was still being saved at the last reset is there now
-            self._clear_given_up()
+            self._renewals.clear(saved=True, forget=self._settings.on_reset == "renew")
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(
@@ -427,35 +416,21 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         only, and True. Or less, see on_reset: where the names stay, False says that the agent has not confirmed it."""
         if self._scheduler is None or self._settings.on_reset == "keep":
             return self._scheduler is not None
-        self._given_up += self._used_spaces()
         renew = self._settings.on_reset == "renew"
-        if renew:
-            self._spent += [self._renewal] if self._renewal else []
-            self._renewal = self._spare.popleft() if len(self._spare) > _SPARE_WORDS else secrets.token_hex(8)
-        self._scheduler.begin_clear(self._renewal)
+        self._renewals.give_up(self._used_spaces(), renew=renew)
+        self._scheduler.begin_clear(self._renewals.word)
         if self._announcer is not None:
             self._generation = self._announcer.cleared()
         if self._scheduler.serving:
-            self._finder.serve(partial(self._open_spaces, self._renewal, self._generation))
+            self._serve()
         wait_s = (_RENEW_WAIT_S if renew else _CLEAR_WAIT_S) * self._store.attached
-        if self._scheduler.end_clear():
-            return self._clear_given_up(wait_s) or renew
-        # Now, and once more when the last of their saves has ended.
-        return self._clearer.clear(self._given_up, wait_s=wait_s) or renew
+        return self._renewals.clear(saved=self._scheduler.end_clear(), forget=renew, wait_s=wait_s) or renew
 
-    def _clear_given_up(self, wait_s: float = 0.0) -> bool:
-        """Clears what no save is under way to any more. Renewals are used again once they are known to be empty, and
-        several others have been used since: an agent never forgets a keyspace that it once knew."""
-        spaces, self._given_up = self._given_up, []
-        words, self._spent = self._spent, []
-
-        def confirmed() -> None:
-            if self._settings.on_reset == "renew":
-                for space in spaces:
-                    self._store.forget(space)
-            self._spare.extend(words)
-
-        return self._clearer.clear(spaces, confirmed, wait_s)
+    def _used_spaces(self) -> list[Keyspace]:
+        """None before they are known: nothing was saved to them."""
+        if self._scheduler is None or not self._scheduler.serving:
+            return []
+        return self._renewals.used([spec for specs in self._stages() for spec in specs])
 
     def take_events(self) -> Iterable[Any]:
         """KV cache events for routers."""
@@ -489,7 +464,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._paths.close(_DRAIN_TIMEOUT_S)
         if self._scheduler is not None:
             self._finder.stop()
-            if self._renewal and self._store.attached:  # nobody will ever find them
+            if self._renewals.word and self._store.attached:  # nobody will ever find them
                 self._clearer.clear(self._used_spaces(), wait_s=_LAST_CLEAR_S)
             self._clearer.stop()
             if self._announcer is not None:

@@ -98,3 +98,21 @@ def _model_being_served() -> Any | None:
             return get_model()
         frame = frame.f_back
     return None
+
+
+def local_connector(kind: type, vllm_config: Any) -> Any | None:
+    """The worker side's connector of this engine, where its only worker is in this process: a `kind`, by itself or in a
+    MultiConnector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if vllm_config.parallel_config.world_size != 1 or not has_kv_transfer_group():
+        return None
+    group = get_kv_transfer_group()
+    for connector in (group, *getattr(group, "_connectors", ())):
+        if isinstance(connector, kind) and _engine_of(connector) == vllm_config.kv_transfer_config.engine_id:
+            return connector
+    return None
+
+
+def _engine_of(connector: Any) -> object:
+    return connector._vllm_config.kv_transfer_config.engine_id

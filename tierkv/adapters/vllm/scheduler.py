@@ -573,10 +573,14 @@ class ConnectorScheduler:
 
     def before_reset(self) -> None:
         """The engine is about to forget its own prefix cache, which it cannot while blocks are held: what is held for
-        saves that were not begun is given back."""
+        ends of requests that may never come is given back."""
         for state in self._requests.values():
             self._book.drop_tails(state)
-        self._counters.count("dropped_blocks", self._book.drop_queued())
+
+    def orders_now(self) -> StepOrders:
+        """What is to be saved, as an order between two steps."""
+        saves = self._book.orders(self._next_job)
+        return StepOrders(self._step, saves=saves, greeted=self.serving, renewal=self._renewal)
 
     def was_reset(self) -> None:
         """The engine has forgotten its own prefix cache."""
@@ -592,6 +596,7 @@ class ConnectorScheduler:
         until it has.
         """
         self.before_reset()
+        self._counters.count("dropped_blocks", self._book.drop_queued())
         self._renewal = renewal
         self._stale = not self._clean
         if self._stale:

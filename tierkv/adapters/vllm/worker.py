@@ -161,6 +161,14 @@ class ConnectorWorker:
         if not orders.greeted and self._greeting:
             self._report.greetings = dict(self._greeting)
 
+    def end_saves(self, orders: StepOrders, timeout_s: float) -> WorkerReport | None:
+        """Begins what is to be saved between two steps, and waits for all that is: take_report()."""
+        if self._begun is not None:
+            self.start_saves(self._begun)
+        self.start_saves(orders)
+        self.drain(timeout_s)
+        return self.take_report()
+
     def _follow(self, renewal: str) -> None:
         """From here on, blocks are loaded from and saved to the keyspaces of this renewal."""
         if renewal == self._renewal:
