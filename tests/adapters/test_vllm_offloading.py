@@ -37,6 +37,7 @@ from tierkv.agent.client import AgentStore
 from tierkv.agent.connection import AgentUnavailable
 from tierkv.errors import ArgumentError, ConfigError, KeyspaceError
 from tierkv.keys import KeyspaceSpec, pack_hashes
+from tierkv.testing.processes import stand_still
 from tierkv.testing.stores import eventually
 
 HIT, MISS = Answer.HIT, Answer.MISS
@@ -394,7 +395,7 @@ def test_an_agent_that_dies_means_misses_and_another_is_taken_up() -> None:
         eventually(lambda: core.attached, "the tier attaches")
         assert save(core, memory, keys).ok
         assert ask(core, keys) == [HIT] * 8
-        os.kill(agents[0].agent_pid, signal.SIGSTOP)
+        stand_still(agents[0].agent_pid)
         core.load(2, keys, np.arange(8, dtype=np.int64))
         core.save(3, [make_key(50)], np.array([9], np.int64))
         os.kill(agents[0].agent_pid, signal.SIGKILL)
@@ -417,7 +418,7 @@ def test_an_agent_that_hangs_holds_neither_look_ups_nor_jobs_nor_the_end() -> No
     with tier_core(memory, own_agent, agent, **options) as core:
         eventually(lambda: core.attached, "the tier attaches")
         assert save(core, memory, keys).ok
-        os.kill(agent.agent_pid, signal.SIGSTOP)
+        stand_still(agent.agent_pid)
         try:
             assert ask(core, keys) == [MISS, MISS]
             core.load(2, keys, np.arange(2, dtype=np.int64))

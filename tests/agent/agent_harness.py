@@ -25,6 +25,7 @@ from tierkv.config import AgentConfig, DramConfig, NvmeConfig, StoreConfig
 from tierkv.keys import KeyspaceSpec
 from tierkv.memory import Arena, capacity_for, slot_bytes_for
 from tierkv.store import StoreStats
+from tierkv.testing.processes import stand_still
 from tierkv.testing.stores import TIMEOUT_S, eventually
 
 BLOCK_BYTES = 4096
@@ -215,7 +216,10 @@ class AgentProcess:
 
     def signal(self, how: int) -> None:
         assert self.process is not None
-        self.process.send_signal(how)
+        if how == signal.SIGSTOP:
+            stand_still(self.process.pid)
+        else:
+            self.process.send_signal(how)
 
     def __enter__(self) -> AgentProcess:
         return self

@@ -17,6 +17,7 @@ from tierkv.agent.client import AgentStore
 from tierkv.agent.server import AgentServer
 from tierkv.clock import VirtualClock
 from tierkv.testing.buffers import chain_hashes, make_spec, part_payload, random_hashes
+from tierkv.testing.processes import stand_still
 from tierkv.testing.stores import MISS, OK, TIMEOUT_S, eventually, load, save
 
 pytestmark = pytest.mark.crash
@@ -136,7 +137,7 @@ def test_a_late_writer_reaches_no_block_but_its_own(server: AgentServer, clock: 
         line = late.line()
         assert line.startswith("written")
         offsets = {int(word) for word in line.split()[1:]}
-        late.process.send_signal(signal.SIGSTOP)
+        stand_still(late.process.pid)
         clock.advance(11.0)
         eventually(lambda: server.store.stats().pending_blocks == 0, "the late client's blocks are given up")
         (session,) = server.sessions()
@@ -173,7 +174,7 @@ def test_a_late_writer_that_is_killed_gives_its_slots_back(server: AgentServer, 
     path = server.config.socket
     with child("late", path, 5) as late:
         assert late.line().startswith("written")
-        late.process.send_signal(signal.SIGSTOP)
+        stand_still(late.process.pid)
         clock.advance(11.0)
         eventually(lambda: server.store.stats().pending_blocks == 0, "the late client's blocks are given up")
         late.kill()

@@ -18,6 +18,7 @@ import psutil
 from tierkv import Fragments, Job, KeyspaceSpec
 from tierkv.agent.client import AgentStore
 from tierkv.agent.embedded import agent_command
+from tierkv.testing.processes import stand_still
 from tierkv.types import BlockStatus, HashArray
 from tierkv.workload.payload import hashes_of, seeds_of
 
@@ -102,7 +103,7 @@ class Agent:
     def stop_serving(self) -> int:
         """SIGSTOP for the process that serves, and waits until every thread stands still; its pid, for SIGCONT."""
         pid = self.serving_pid()
-        stop(pid)
+        stand_still(pid)
         return pid
 
     def end(self, how: int = signal.SIGTERM) -> int:
@@ -128,17 +129,6 @@ class Agent:
             for stream in (self.process.stdout, self.process.stderr):
                 assert stream is not None
                 stream.close()
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and waits until every thread stands still."""
-    os.kill(pid, signal.SIGSTOP)
-
-    def stopped() -> bool:
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
-
-    eventually(stopped, f"process {pid} stops")
 
 
 def python(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -22,7 +22,7 @@ from runtime_harness import (
     payload,
     python,
     save,
-    stop,
+    stand_still,
 )
 
 import tierkv
@@ -286,7 +286,7 @@ def test_a_client_that_stands_still_keeps_only_its_own_slots(tmp_path: Path) -> 
         with python(WRITER, path) as writer, AgentStore(path) as store:
             assert writer.stdout is not None
             assert writer.stdout.readline().startswith("reserved")
-            stop(writer.pid)
+            stand_still(writer.pid)
             space = store.open(make_spec())
             assert not save(store, space, names(0, 8)).any()
             agent.kill_serving()

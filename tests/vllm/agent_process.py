@@ -13,6 +13,7 @@ from types import TracebackType
 import tierkv
 from tierkv.agent.embedded import agent_command
 from tierkv.agent.statistics import AgentStats
+from tierkv.testing.processes import stand_still
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 60.0
@@ -56,6 +57,9 @@ class AgentProcess:
     def signal(self, number: int) -> None:
         """Sends it a signal; after SIGKILL and SIGTERM it is gone."""
         assert self.process is not None
+        if number == signal.SIGSTOP:
+            stand_still(self.process.pid)
+            return
         self.process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             self.process.wait(END_TIMEOUT_S)
