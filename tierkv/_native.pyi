@@ -128,6 +128,9 @@ class Index:
     def erase(self, handles: _U32) -> None:
         """Erases pinned residencies and releases the caller's pin on each: freed now, or at the last unpin. ValueError
         (nothing changed) if a handle has no pin, or is a reservation."""
+    def evict(self, handles: _U32) -> int:
+        """erase(), but of what somebody else has pinned since (a lease, a load) only the caller's pin is released.
+        Returns how many were erased."""
 
     # Removing.
     def remove(self, space: int, hashes: _U8, tier_mask: int = 15) -> int:

@@ -306,7 +306,15 @@ void bind_pins_and_order(nb::class_<Index>& index) {
                 const nb::gil_scoped_release release;
                 self.erase(held.span());
             },
-            nb::arg("handles"), nb::sig("def erase(self, handles: _U32) -> None"));
+            nb::arg("handles"), nb::sig("def erase(self, handles: _U32) -> None"))
+        .def(
+            "evict",
+            [](Index& self, nb::handle handles) {
+                const Array<uint32_t> held(handles, "handles");
+                const nb::gil_scoped_release release;
+                return self.evict(held.span());
+            },
+            nb::arg("handles"), nb::sig("def evict(self, handles: _U32) -> int"));
 }
 
 void bind_removing(nb::class_<Index>& index) {

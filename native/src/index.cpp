@@ -621,6 +621,21 @@ void Index::erase(std::span<const uint32_t> handles) {
     }
 }
 
+size_t Index::evict(std::span<const uint32_t> handles) {
+    const std::lock_guard lock(mutex_);
+    check_handles(handles, false, "it is a reservation: use abort()",
+                  [](const Residency& record) { return record.state != State::kPending; });
+    size_t evicted = 0;
+    for (const uint32_t handle : handles) {
+        if (residencies_[handle].state == State::kReady && residencies_[handle].pins == 1) {
+            doom(handle);
+            ++evicted;
+        }
+        unpin(handle);
+    }
+    return evicted;
+}
+
 size_t Index::remove(uint32_t space, HashSpan hashes, uint32_t tier_mask) {
     check_mask(tier_mask);
     const std::lock_guard lock(mutex_);

@@ -113,6 +113,8 @@ class Index {
     Chosen choose_lacking(uint32_t tier, uint32_t other, size_t count, uint32_t after);
     Oldest oldest(uint32_t tier);
     void erase(std::span<const uint32_t> handles);
+    // erase() of those that nobody else has pinned meanwhile; of the others only the caller's pin. Returns how many.
+    size_t evict(std::span<const uint32_t> handles);
 
     size_t remove(uint32_t space, HashSpan hashes, uint32_t tier_mask);
     size_t clear(uint32_t space);

@@ -343,9 +343,20 @@ class IndexMachine(RuleBasedStateMachine):
                 self.doom(residency)
             self.unpin(residency)
 
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        chosen = self.take_pins(data)
+        evicted = 0
+        for residency in chosen:
+            if residency.state == "ready" and residency.pins == 1:
+                evicted += 1
+                self.doom(residency)
+            self.unpin(residency)
+        assert self.index.evict(u32([r.handle for r in chosen])) == evicted
+
     @rule(
         data=st.data(),
-        call=st.sampled_from(["release", "erase", "abort", "commit", "attach", "attach_pending"]),
+        call=st.sampled_from(["release", "erase", "evict", "abort", "commit", "attach", "attach_pending"]),
     )
     def refuse(self, data: st.DataObject, call: str) -> None:
         """A batch with one bad handle is refused whole; the invariants compare that nothing has changed."""
@@ -361,6 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
         calls = {
             "release": lambda: self.index.release(u32(handles)),
             "erase": lambda: self.index.erase(u32(handles)),
+            "evict": lambda: self.index.evict(u32(handles)),
             "abort": lambda: self.index.abort(u32(handles)),
             "commit": lambda: self.index.commit(u32(handles), 0),
             "attach": lambda: self.index.attach(u32(handles), 1, slots, 0),
@@ -375,7 +387,7 @@ class IndexMachine(RuleBasedStateMachine):
         pending = [r for r, _ in self.writes if r.state == "pending"]
         if pending:
             handle = u32([data.draw(st.sampled_from(pending)).handle])
-            for call in (self.index.release, self.index.erase):
+            for call in (self.index.release, self.index.erase, self.index.evict):
                 with pytest.raises(ValueError, match="reservation"):
                     call(handle)
             with pytest.raises(ValueError, match="handle"):

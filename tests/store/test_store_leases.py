@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_harness import (
@@ -271,3 +272,21 @@ def test_leases_from_many_threads_leave_nothing_behind(rig: Rig) -> None:
     rig.clock.advance(11.0)
     eventually(lambda: rig.store.stats().pins == 0, "expired leases give up their pins")
     assert rig.store.stats().leases == 0
+
+
+def test_what_is_leased_after_it_was_chosen_to_go_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    space, leases, drop = rig.space(), [], rig.store._room._drop
+    save(rig.store, space, random_hashes(8, 1))
+
+    def leased_first(kind: TierKind, victims: Any) -> int:
+        if not leases:
+            leases.append(rig.store.lease([(space, victims.hashes)], 60.0))
+        return drop(kind, victims)
+
+    monkeypatch.setattr(rig.store._room, "_drop", leased_first)
+    save(rig.store, space, random_hashes(2, 2))
+    ((_, hashes),) = leases[0].queries
+    assert leases[0].held[0].all()
+    assert load(rig.store, space, hashes) == [OK] * len(hashes)
+    assert leases[0].release()
+    rig.settled()

@@ -202,19 +202,17 @@ class Room:
         if target is not None:
             admission = core.admission(target)
             wanted = placement.admitted_on_eviction(admission, target, victims.masks, victims.flags)
-        gone = victims.at(~wanted)
-        if len(gone):
-            self._drop(kind, gone)
+        gone = self._drop(kind, victims.at(~wanted)) if not wanted.all() else 0
         if not wanted.any():
-            return len(gone)
+            return gone
         dirty = victims.at(wanted)
         if not may_write or target is None:
             core.index.release(dirty.handles)
-            return len(gone)
-        return len(gone) + self._demote(kind, target, dirty, deadline_s)
+            return gone
+        return gone + self._demote(kind, target, dirty, deadline_s)
 
-    def _drop(self, kind: TierKind, victims: Victims) -> None:
-        """Erases copies that need no writing: they are below already, or not worth keeping."""
+    def _drop(self, kind: TierKind, victims: Victims) -> int:
+        """Erases copies that need no writing: they are below already, or not worth keeping. Returns how many."""
         core = self._core
         below = sum(placement.bit(lower) for lower in core.lower if lower > kind)
         shared = core.tiers[kind].info.shared
@@ -227,8 +225,13 @@ class Room:
                 core.tiers[kind].free(
                     space, np.ascontiguousarray(victims.hashes[where]), victims.slots[where]
                 )
-        core.index.erase(victims.handles)
-        core.counters.add_tier(kind, evicted_blocks=len(victims))
+        if shared:
+            core.index.erase(victims.handles)
+            gone = len(victims)
+        else:  # what was leased since they were chosen stays: that was promised
+            gone = core.index.evict(victims.handles)
+        core.counters.add_tier(kind, evicted_blocks=gone)
+        return gone
 
     def _demote(self, kind: TierKind, target: TierKind, victims: Victims, deadline_s: float) -> int:
         """Writes pinned victims to `target`, then erases them from `kind`; returns how many left."""
