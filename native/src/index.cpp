@@ -606,34 +606,25 @@ void Index::touch(uint32_t space, HashSpan hashes, uint32_t tier_mask, bool suff
     }
 }
 
-void Index::erase(std::span<const uint32_t> handles) {
+size_t Index::erase_pinned(std::span<const uint32_t> handles, bool spare_shared) {
     const std::lock_guard lock(mutex_);
     check_handles(handles, false, "it is a reservation: use abort()",
                   [](const Residency& record) { return record.state != State::kPending; });
+    size_t erased = 0;
     for (size_t k = 0; k < handles.size(); ++k) {
         if (k + kAhead < handles.size()) entries_.prefetch(residencies_[handles[k + kAhead]].entry);
         if (k + kAhead / 2 < handles.size()) {
             const Entry& coming = entries_[residencies_[handles[k + kAhead / 2]].entry];
             table_.prefetch(table_.start(mixer_(coming.hash, coming.space)));
         }
-        if (residencies_[handles[k]].state == State::kReady) doom(handles[k]);
+        const Residency& record = residencies_[handles[k]];
+        if (record.state == State::kReady && !(spare_shared && record.pins > 1)) {
+            doom(handles[k]);
+            ++erased;
+        }
         unpin(handles[k]);
     }
-}
-
-size_t Index::evict(std::span<const uint32_t> handles) {
-    const std::lock_guard lock(mutex_);
-    check_handles(handles, false, "it is a reservation: use abort()",
-                  [](const Residency& record) { return record.state != State::kPending; });
-    size_t evicted = 0;
-    for (const uint32_t handle : handles) {
-        if (residencies_[handle].state == State::kReady && residencies_[handle].pins == 1) {
-            doom(handle);
-            ++evicted;
-        }
-        unpin(handle);
-    }
-    return evicted;
+    return erased;
 }
 
 size_t Index::remove(uint32_t space, HashSpan hashes, uint32_t tier_mask) {

@@ -112,9 +112,9 @@ class Index {
     Chosen choose_in_slots(uint32_t tier, std::span<const uint32_t> slots);
     Chosen choose_lacking(uint32_t tier, uint32_t other, size_t count, uint32_t after);
     Oldest oldest(uint32_t tier);
-    void erase(std::span<const uint32_t> handles);
+    void erase(std::span<const uint32_t> handles) { erase_pinned(handles, false); }
     // erase() of those that nobody else has pinned meanwhile; of the others only the caller's pin. Returns how many.
-    size_t evict(std::span<const uint32_t> handles);
+    size_t evict(std::span<const uint32_t> handles) { return erase_pinned(handles, true); }
 
     size_t remove(uint32_t space, HashSpan hashes, uint32_t tier_mask);
     size_t clear(uint32_t space);
@@ -160,6 +160,9 @@ class Index {
     // Gets memory for `blocks` more blocks. To be called without the mutex: the kernel may take milliseconds to clear
     // huge pages, and look-ups must not wait for that.
     void make_room(size_t blocks);
+
+    // Takes the mutex itself. spare_shared: leave what has other pins than the caller's.
+    size_t erase_pinned(std::span<const uint32_t> handles, bool spare_shared);
 
     // All below: the mutex is held.
     template <typename VisitGroup>

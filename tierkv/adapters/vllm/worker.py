@@ -132,10 +132,7 @@ class ConnectorWorker:
 
     def start_loads(self, orders: StepOrders) -> None:
         """Begins the step's loads; returns when those that the step waits for are done. To be called each step."""
-        if (
-            self._begun is not None
-        ):  # nobody told of the end of its forward pass, which lies behind all the same
-            self.start_saves(self._begun)
+        self._start_begun()
         self._begun = orders
         self._follow(orders.renewal)
         for order in orders.loads:
@@ -163,11 +160,15 @@ class ConnectorWorker:
 
     def end_saves(self, orders: StepOrders, timeout_s: float) -> WorkerReport | None:
         """Begins what is to be saved between two steps, and waits for all that is: take_report()."""
-        if self._begun is not None:
-            self.start_saves(self._begun)
+        self._start_begun()
         self.start_saves(orders)
         self.drain(timeout_s)
         return self.take_report()
+
+    def _start_begun(self) -> None:
+        """Begins the saves of a step whose end nobody has told of: its forward pass lies behind all the same."""
+        if self._begun is not None:
+            self.start_saves(self._begun)
 
     def _follow(self, renewal: str) -> None:
         """From here on, blocks are loaded from and saved to the keyspaces of this renewal."""
